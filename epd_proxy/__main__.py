@@ -1,0 +1,5 @@
+import sys
+
+from epd_proxy.cli import main
+
+sys.exit(main())

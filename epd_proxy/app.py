@@ -1,0 +1,217 @@
+"""
+``EPDProxy``: the ASGI callable, and the only place that wires the parts together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
+from weakref import WeakKeyDictionary
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
+
+from epd_proxy.admin import Admin
+from epd_proxy.asgi import Exchange, local_path
+from epd_proxy.config import Config
+from epd_proxy.errors import ConfigError, MethodNotAllowed, NotFound, ProxyError
+from epd_proxy.pipeline import Pipeline
+from epd_proxy.registry import Registry
+from epd_proxy.selectors import Selection
+from epd_proxy.upstream import CHAT_PATH, Upstream, default_transport
+
+if TYPE_CHECKING:
+    import httpx
+
+logger = logging.getLogger("epd_proxy")
+
+Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
+Methods: TypeAlias = Mapping[str, str]
+
+# path: method: name of the handler
+ROUTES: Mapping[str, Methods] = {
+    CHAT_PATH: {"POST": "chat"},
+    "/v1/models": {"GET": "models", "HEAD": "models"},
+    "/health": {"GET": "health", "HEAD": "health"},
+    "/live": {"GET": "live", "HEAD": "live"},
+}
+
+
+class Runtime(NamedTuple):
+    """What belongs to one event loop: connections, and the handlers that use them."""
+
+    upstream: Upstream
+    handlers: Mapping[str, Handler]
+
+
+class EPDProxy:
+    """
+    One OpenAI-compatible server in front of encode, prefill and decode servers.
+
+    Alone it serves its own paths and answers everything else with a JSON 404. Around an inner
+    ``app`` it is a middleware: ``POST /v1/chat/completions`` is its own, and so are the ``paths``
+    named (out of ``/v1/models``, ``/health``, ``/live``); all else is passed on.
+
+    It starts with the first request, once per event loop, so that it can be mounted where no
+    lifespan reaches it. ``async with proxy:`` and ``lifespan=proxy.lifespan`` start and end it
+    explicitly. ``registry`` holds the fleet.
+
+    ``transport``: any ``httpx.AsyncBaseTransport``; it stays its owner's to close. Raises
+    ConfigError, which names the flag.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp | None = None,
+        *,
+        config: Config,
+        transport: httpx.AsyncBaseTransport | None = None,
+        paths: Iterable[str] = (),
+    ) -> None:
+        self.app = app
+        self.config = config
+        self.registry = Registry.of(config)
+        self._selection = Selection.of(config, self.registry)
+        self._transport = transport
+        self._routes = _own_routes(app, paths)
+        self._runtimes: WeakKeyDictionary[asyncio.AbstractEventLoop, Runtime] = WeakKeyDictionary()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            methods = self._routes.get(local_path(scope), {})
+            if name := methods.get(scope["method"]):
+                await self._serve(name, Exchange(scope, receive, send))
+            elif self.app is not None:
+                await self.app(scope, receive, send)
+            else:
+                await self._decline(Exchange(scope, receive, send), methods)
+        elif scope["type"] == "lifespan":
+            await self._live(scope, receive, send)
+        elif self.app is not None:
+            await self.app(scope, receive, send)
+        else:
+            await WebSocketClose()(scope, receive, send)
+
+    async def _serve(self, name: str, exchange: Exchange) -> None:
+        began = time.perf_counter()
+        try:
+            await self._runtime().handlers[name](exchange)
+        except ClientDisconnect:
+            return
+        except Exception as exc:
+            error = _as_proxy_error(exc, exchange)
+            # The head is out: only breaking the connection still tells the caller that what came
+            # after it is not whole.
+            if exchange.is_started:
+                raise
+            await exchange.fail(error)
+        finally:
+            if self.config.log_requests:
+                _log_request(exchange, time.perf_counter() - began)
+
+    async def _decline(self, exchange: Exchange, methods: Methods) -> None:
+        method, path = exchange.scope["method"], exchange.scope["path"]
+        if methods:
+            await exchange.fail(MethodNotAllowed(method, ", ".join(methods)))
+        else:
+            await exchange.fail(NotFound(f"there is nothing at {path}"))
+
+    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def close_before_the_end(message: Message) -> None:
+            if message["type"].startswith("lifespan.shutdown."):
+                await self.aclose()
+            await send(message)
+
+        app = self.app or self._own_lifespan
+        await app(scope, receive, close_before_the_end)
+
+    async def _own_lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        self._runtime()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    @asynccontextmanager
+    async def lifespan(self, app: object = None) -> AsyncIterator[None]:
+        """For hosts that take a lifespan: ``Starlette(..., lifespan=proxy.lifespan)``."""
+        async with self:
+            yield
+
+    async def __aenter__(self) -> Self:
+        self._runtime()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Closes the connections of this event loop. A request after that starts anew."""
+        runtime = self._runtimes.pop(asyncio.get_running_loop(), None)
+        if runtime is not None and self._transport is None:
+            await runtime.upstream.aclose()
+
+    def _runtime(self) -> Runtime:
+        loop = asyncio.get_running_loop()
+        runtime = self._runtimes.get(loop)
+        if runtime is None:
+            runtime = self._runtimes[loop] = self._start()
+        return runtime
+
+    def _start(self) -> Runtime:
+        upstream = Upstream(self._transport or default_transport(), self.config)
+        admin = Admin(self.config, self._selection, upstream)
+        return Runtime(
+            upstream,
+            {
+                "chat": Pipeline(self.config, self._selection, upstream),
+                "models": admin.models,
+                "health": admin.health,
+                "live": admin.live,
+            },
+        )
+
+
+def _own_routes(app: ASGIApp | None, paths: Iterable[str]) -> Mapping[str, Methods]:
+    if app is None:
+        return ROUTES
+    claimed = {CHAT_PATH, *paths}
+    if unknown := claimed - ROUTES.keys():
+        raise ConfigError("paths", f"{sorted(unknown)} are none of {', '.join(ROUTES)}")
+    return {path: ROUTES[path] for path in claimed}
+
+
+def _as_proxy_error(exc: Exception, exchange: Exchange) -> ProxyError:
+    if not isinstance(exc, ProxyError):
+        logger.exception("request %s failed inside the proxy", exchange.request_id)
+        return ProxyError("the proxy failed to handle the request")
+    if exc.status >= 500:
+        logger.warning("request %s: %s %s", exchange.request_id, exc.status, exc.log_line())
+    return exc
+
+
+def _log_request(exchange: Exchange, seconds: float) -> None:
+    steps = " ".join(
+        f"{step.stage}={step.url},{step.status},{step.seconds * 1e3:.1f}ms"
+        for step in exchange.trace
+    )
+    logger.info(
+        "request %s: %s %r %s %.1fms %s",
+        exchange.request_id,
+        exchange.scope["method"],
+        exchange.scope["path"],
+        exchange.status or "unanswered",
+        seconds * 1e3,
+        steps,
+    )

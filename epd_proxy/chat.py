@@ -1,0 +1,85 @@
+"""
+A chat request as the stages see it: its media, and the body that each engine gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from epd_proxy.errors import RequestError
+from epd_proxy.media import EMBEDS, MODALITY, Item, Messages, Part, Place, find_parts, items_of
+from epd_proxy.payload import Buffer, Json, Payload, fields_of, object_of
+
+# They name hosts that engines connect to.
+_TRANSFER_PARAMS = ("kv_transfer_params", "ec_transfer_params")
+
+
+class Chat:
+    """
+    One request's body, parsed.
+
+    ``media``: the parts to encode. ``embedded``: modalities of which the caller sent references
+    instead. Raises RequestError (400), naming the place.
+    """
+
+    def __init__(self, body: bytes, *, trust_embeds: bool = False) -> None:
+        self.payload = Payload(body)
+        parts = find_parts(self.payload)
+        self.media = [part for part in parts if part.kind in MODALITY]
+        references = [part for part in parts if part.kind not in MODALITY]
+        if references and not trust_embeds:
+            raise _untrusted(references[0])
+        self.embedded = frozenset(EMBEDS[part.kind] for part in references if part.kind in EMBEDS)
+        self._clean = _without_transfer_params(self.payload)
+        self._messages: Messages | None = None
+
+    @property
+    def with_sound(self) -> bool:
+        """Whether a video's sound track is to become a feature of its own."""
+        options = self.payload.tree.get("mm_processor_kwargs")
+        return isinstance(options, dict) and bool(options.get("use_audio_in_video"))
+
+    @property
+    def uses_beam_search(self) -> bool:
+        return bool(self.payload.tree.get("use_beam_search"))
+
+    @property
+    def messages(self) -> Messages:
+        if self._messages is None:
+            self._messages = Messages(self.payload)
+        return self._messages
+
+    async def items(self) -> list[Item]:
+        """The media under its content keys. Raises RequestError for a part without content."""
+        return await items_of(self.payload, self.messages, self.media)
+
+    def body(self, changes: Mapping[str, Json | None], parts: Mapping[Place, Json]) -> list[Buffer]:
+        """
+        The caller's body with other fields and other parts, for prefill or decode.
+
+        What the caller must not say to engines is gone from it. Where nothing changes, the bytes
+        that came.
+        """
+        messages = {"messages": self.messages.with_parts(parts)} if parts else {}
+        return self.payload.with_fields({**self._clean, **messages, **changes})
+
+
+def _without_transfer_params(payload: Payload) -> dict[str, Json | None]:
+    clean: dict[str, Json | None] = {
+        name: None for name in _TRANSFER_PARAMS if payload.tree.get(name) is not None
+    }
+    xargs = payload.tree.get("vllm_xargs")
+    # vLLM merges these into the dictionary that carries the top-level ones.
+    if isinstance(xargs, dict) and not xargs.keys().isdisjoint(_TRANSFER_PARAMS):
+        fields = fields_of(payload.fields["vllm_xargs"])
+        clean["vllm_xargs"] = object_of(
+            {name: value for name, value in fields.items() if name not in _TRANSFER_PARAMS}
+        )
+    return clean
+
+
+def _untrusted(part: Part) -> RequestError:
+    return RequestError(
+        f"{part.place}: {part.kind} parts are not accepted here; send the media itself",
+        param=str(part.place),
+    )

@@ -1,0 +1,198 @@
+"""
+What an operator may set: one frozen value, built from Python, TOML, the environment or flags.
+
+A field is a flag: ``decode_retries`` is ``--decode-retries`` on the command line,
+``EPD_PROXY_DECODE_RETRIES`` in the environment and ``decode_retries`` in TOML; its default, its
+bounds and its help stand here and nowhere else. Every source may give text (``"3"``, ``"64KiB"``,
+``"http://a:1,http://b:2"``); the value is converted and checked when the ``Config`` is built.
+Times are float seconds, sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta, Struct
+
+from epd_proxy.errors import ConfigError
+
+_UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+class InstanceConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """
+    One engine: where it listens, and its share of the work under a selector that weighs.
+
+    ``url`` may hold a path, which is put before ``/v1/chat/completions``. It is kept in one
+    spelling (no trailing slash, host in lower case, no default port), so that two spellings of
+    one address are one instance.
+    """
+
+    url: str
+    weight: Annotated[float, Meta(gt=0)] = 1.0
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "url", normalised_url(self.url))
+
+
+def normalised_url(text: str) -> str:
+    """Raises ValueError with the reason if no engine can be called at ``text``."""
+    if not text.isprintable() or " " in text:
+        raise ValueError(f"{text!r} holds blanks or control characters")
+    parts = urlsplit(text)
+    if parts.scheme not in _DEFAULT_PORTS:
+        raise ValueError(f"{text!r} must start with http:// or https://")
+    if "@" in parts.netloc:
+        raise ValueError("an address must not hold a user name or password")
+    if parts.query or parts.fragment:
+        raise ValueError(f"{text!r} must not hold a query or a fragment")
+    if not parts.hostname:
+        raise ValueError(f"{text!r} has no host")
+    try:
+        port = parts.port
+    except ValueError as exc:
+        raise ValueError(f"{text!r}: {exc}") from None
+    if port == 0:
+        raise ValueError(f"{text!r}: port 0 cannot be called")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    if port is not None and port != _DEFAULT_PORTS[parts.scheme]:
+        host = f"{host}:{port}"
+    return f"{parts.scheme}://{host}{parts.path.rstrip('/')}"
+
+
+def parse_instances(value: Any) -> tuple[InstanceConfig, ...]:
+    """
+    Instances from a comma list, or from a sequence of comma lists, tables and instances.
+
+    An address may carry a weight, ``http://host:8000=5``. ``none``, ``disable`` and nothing at all
+    stand for no instance. An address that comes twice counts once.
+    """
+    entries = [value] if isinstance(value, str | Mapping | InstanceConfig) else list(value)
+    found: dict[str, InstanceConfig] = {}
+    for entry in entries:
+        for instance in _instances_of(entry):
+            found.setdefault(instance.url, instance)
+    return tuple(found.values())
+
+
+def _instances_of(entry: Any) -> Iterable[InstanceConfig]:
+    if not isinstance(entry, str):
+        return [msgspec.convert(entry, InstanceConfig)]
+    words = [word.strip() for word in entry.split(",")]
+    return [_instance_of(word) for word in words if word.lower() not in ("", "none", "disable")]
+
+
+def _instance_of(word: str) -> InstanceConfig:
+    url, equals, weight = word.rpartition("=")
+    if not equals:
+        return InstanceConfig(word)
+    return msgspec.convert({"url": url, "weight": weight}, InstanceConfig, strict=False)
+
+
+def parse_size(value: Any) -> Any:
+    """Bytes, from a number or from text such as ``64KiB``."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*(\d+)\s*([KMG]iB)?\s*", value, re.IGNORECASE)
+    if not found:
+        raise ValueError(f"{value!r} is no size; write bytes, or 64KiB, 256MiB, 1GiB")
+    return int(found[1]) * _UNITS[(found[2] or "").upper()]
+
+
+def flag_name(name: str) -> str:
+    """The command line's spelling of a field."""
+    return "--" + name.replace("_", "-")
+
+
+class Flag(Struct, frozen=True):
+    """What the command line knows of a field: its help, and how its text is read."""
+
+    help: str
+    parse: Callable[[Any], Any] | None = None
+    alias: str | None = None
+    """A second spelling, vLLM's."""
+    env: str | None = None
+    """A second variable, vLLM's."""
+    many: bool = False
+
+
+def _fleet(role: str) -> Flag:
+    return Flag(
+        f"{role} servers: URL or URL=WEIGHT, comma lists, repeatable; 'none' for none",
+        parse=parse_instances,
+        alias=f"--{role}-servers-urls",
+        many=True,
+    )
+
+
+def _selector(role: str) -> Flag:
+    return Flag(f"how a {role} server is chosen: round-robin, random or weighted")
+
+
+NotNegative = Meta(ge=0)
+
+
+class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """
+    Everything a proxy is built from. Raises ConfigError, which names the flag.
+
+    ``encode``, ``prefill`` and ``decode`` take what ``parse_instances`` takes, and read as a tuple
+    of ``InstanceConfig``: ``Config(encode=["http://e1:8000", "http://e2:8000"], decode="http://d")``.
+    Encode absent: media goes to the engines as it came. Prefill absent: decode prefills too.
+    """
+
+    encode: Annotated[Any, _fleet("encode")] = ()
+    prefill: Annotated[Any, _fleet("prefill")] = ()
+    decode: Annotated[Any, _fleet("decode")] = ()
+    encode_selector: Annotated[str, _selector("encode")] = "round-robin"
+    prefill_selector: Annotated[str, _selector("prefill")] = "round-robin"
+    decode_selector: Annotated[str, _selector("decode")] = "round-robin"
+    encoder_batch_size: Annotated[
+        int,
+        NotNegative,
+        Flag("images in one encode call at most; 0: no limit", env="ENCODER_MAX_BATCH_SIZE"),
+    ] = 0
+    decode_retries: Annotated[
+        int, Flag("how often to redo a request when decode answers 500; below 0 counts as 0")
+    ] = 1
+    no_rewrite: Annotated[
+        bool, Flag("leave media as the caller sent it, for engines that keep it in their cache")
+    ] = False
+    trust_embeds: Annotated[
+        bool, Flag("let callers send *_embeds parts; a wrong one can end an engine")
+    ] = False
+    connect_timeout: Annotated[
+        float, NotNegative, Flag("seconds to reach an engine; 0: no limit")
+    ] = 5.0
+    probe_timeout: Annotated[
+        float, NotNegative, Flag("seconds an engine has to answer GET /health; 0: no limit")
+    ] = 2.0
+    max_body_size: Annotated[
+        int, NotNegative, Flag("largest request body: bytes, or 256MiB", parse=parse_size)
+    ] = 256 << 20
+    log_requests: Annotated[bool, Flag("log a line for every request")] = False
+
+    def __post_init__(self) -> None:
+        for option in msgspec.structs.fields(type(self)):
+            value = _checked(option, getattr(self, option.name))
+            msgspec.structs.force_setattr(self, option.name, value)
+        if not self.decode:
+            raise ConfigError("--decode", "at least one decode server is needed")
+
+
+def flag_of(option: msgspec.structs.FieldInfo) -> Flag:
+    """The ``Flag`` beside a field of ``Config``."""
+    return next(note for note in option.type.__metadata__ if isinstance(note, Flag))
+
+
+def _checked(option: msgspec.structs.FieldInfo, value: Any) -> Any:
+    parse = flag_of(option).parse
+    try:
+        return msgspec.convert(parse(value) if parse else value, option.type, strict=False)
+    except (ValueError, TypeError) as exc:
+        raise ConfigError(flag_name(option.name), str(exc)) from None

@@ -1,0 +1,266 @@
+"""
+The media in a chat request: where it stands, what each engine is to read, and its content key.
+
+A content part counts as media if vLLM would read it as such, in any message of any role:
+
+    {"type": "image_url", "image_url": {"url": ...}}        also video_url, audio_url
+    {"type": "input_audio", "input_audio": {"data": ..., "format": ...}}
+    {"image_url": ...}, {"type": "input_image", ...}        other spellings, brought into the first
+
+What vLLM does not read as media (text, unknown types, bare strings) is left for decode to judge.
+The rules are those of ``vllm/renderers/chat_utils`` in vLLM 0.33.0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from epd_proxy.errors import RequestError
+from epd_proxy.payload import (
+    Buffer,
+    Json,
+    Payload,
+    array_of,
+    elements_of,
+    encode,
+    fields_of,
+    object_of,
+    size_of,
+)
+
+MODALITY = {
+    "image_url": "image",
+    "video_url": "video",
+    "audio_url": "audio",
+    "input_audio": "audio",
+}
+EMBEDS = {"image_embeds": "image", "audio_embeds": "audio", "video_embeds": "video"}
+PAYLOAD_KEYS = frozenset({*MODALITY, *EMBEDS, "prompt_embeds"})
+
+# With a uuid, vLLM goes by the keys of a part, in this order; without, by its type.
+_BY_KEY = (
+    "image_url",
+    "image_embeds",
+    "audio_embeds",
+    "video_embeds",
+    "prompt_embeds",
+    "audio_url",
+    "input_audio",
+    "video_url",
+)
+_WITHOUT_TYPE = ("image_url", "audio_url", "input_audio", "video_url", *EMBEDS, "prompt_embeds")
+
+# From here on a digest is made on a thread: it would hold up everybody else's tokens.
+_LARGE = 256 << 10
+
+_UNSAFE_UUID = re.compile(r"^/|(?:^|/)\.\.(?:/|$)|[\x00-\x1f\x7f]")
+
+
+class Place(NamedTuple):
+    """``messages[message].content[part]``"""
+
+    message: int
+    part: int
+
+    def __str__(self) -> str:
+        return f"messages[{self.message}].content[{self.part}]"
+
+
+class Part(NamedTuple):
+    """A content part that vLLM reads as media, as decoded."""
+
+    place: Place
+    kind: str
+    """The key that holds its payload: ``image_url``, ``input_audio``, ``video_embeds`` ..."""
+    tree: dict[str, Any]
+
+
+class Item(NamedTuple):
+    """One media part that an encoder has to see."""
+
+    place: Place
+    kind: str
+    """image_url, video_url, audio_url or input_audio"""
+    key: str
+    """The content key: the uuid that encode and consumer go by."""
+    uuid: Json
+    """The same as JSON, the caller's own spelling if the caller named it."""
+    part: dict[str, msgspec.Raw]
+    """The caller's part, member by member."""
+
+    @property
+    def modality(self) -> str:
+        return MODALITY[self.kind]
+
+    def extras(self) -> dict[str, Json]:
+        """The caller's further keys: they can reach the chat template."""
+        known = PAYLOAD_KEYS | {"type", "uuid"}
+        return {name: value for name, value in self.part.items() if name not in known}
+
+    def canonical(self) -> dict[str, Json]:
+        """The part in the one spelling that engines read whatever else it says."""
+        payload: Json = self.part[self.kind]
+        if bytes(payload).startswith(b'"') and self.kind != "input_audio":
+            payload = b'{"url":%b}' % payload
+        uuid = {"uuid": self.part["uuid"]} if "uuid" in self.part else {}
+        return {"type": encode(self.kind), self.kind: payload, **uuid, **self.extras()}
+
+    def for_encode(self) -> dict[str, Json]:
+        return {**self.canonical(), "uuid": self.uuid}
+
+    def pinned(self) -> dict[str, Json]:
+        """
+        The caller's part with the content key as its uuid.
+
+        With a uuid, vLLM goes by the first payload key it knows, even if that is null: only the
+        one that counted before may stay.
+        """
+        part = {name: v for name, v in self.part.items() if name not in PAYLOAD_KEYS - {self.kind}}
+        return {**part, "uuid": self.uuid}
+
+
+class Messages:
+    """The messages of a body as slices, in which parts can be replaced."""
+
+    def __init__(self, payload: Payload) -> None:
+        self._messages = elements_of(payload.fields["messages"])
+        self._contents: dict[int, list[msgspec.Raw]] = {}
+
+    def part(self, place: Place) -> dict[str, msgspec.Raw]:
+        return fields_of(self._content(place.message)[place.part])
+
+    def _content(self, message: int) -> list[msgspec.Raw]:
+        if message not in self._contents:
+            self._contents[message] = elements_of(fields_of(self._messages[message])["content"])
+        return self._contents[message]
+
+    def with_parts(self, parts: Mapping[Place, Json]) -> bytes:
+        """The array of messages with other parts in some places."""
+        messages: list[Json] = list(self._messages)
+        for message in {place.message for place in parts}:
+            content = [
+                parts.get(Place(message, index), part)
+                for index, part in enumerate(self._content(message))
+            ]
+            fields = {**fields_of(self._messages[message]), "content": array_of(content)}
+            messages[message] = object_of(fields)
+        return array_of(messages)
+
+
+def find_parts(payload: Payload) -> list[Part]:
+    """
+    The media parts, in the order of the prompt, references included.
+
+    Raises RequestError if ``messages`` is missing or no list, or if a part has neither a payload
+    nor a uuid.
+    """
+    messages = payload.tree.get("messages")
+    if not isinstance(messages, list):
+        reason = "must be a list" if "messages" in payload.tree else "is missing"
+        raise RequestError(f"messages {reason}", param="messages")
+    return list(_walk(messages))
+
+
+def _walk(messages: list[Any]) -> Iterator[Part]:
+    for i, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, list):
+            continue
+        for j, part in enumerate(content):
+            if isinstance(part, dict) and (kind := _kind_of(part)):
+                yield Part(Place(i, j), kind, part)
+
+
+def _kind_of(part: dict[str, Any]) -> str | None:
+    """The key by which vLLM reads the part; None if it does not read it as media."""
+    kind = part.get("type")
+    if part.get("uuid") is not None:
+        keys: Iterable[str] = _BY_KEY
+        if kind == "video_embeds":
+            keys = (key for key in _BY_KEY if key != "audio_embeds")
+        return next((key for key in keys if key in part), None)
+    if kind is None:
+        return next((key for key in _WITHOUT_TYPE if key in part), None)
+    if kind == "input_image":
+        return "image_url"
+    return kind if isinstance(kind, str) and kind in PAYLOAD_KEYS else None
+
+
+async def items_of(payload: Payload, messages: Messages, parts: Sequence[Part]) -> list[Item]:
+    """
+    ``parts`` under their content keys, which are those of vLLM's proxy.
+
+    The key is the caller's uuid; else the SHA-256 of the URL; else, for ``input_audio``, of the
+    part as Python's ``json.dumps(part, sort_keys=True)`` writes it.
+    """
+    names = {part.place: _uuid_of(payload, part) for part in parts}
+    nameless = [part for part in parts if names[part.place] is None]
+    contents = [_content_of(payload, part) for part in nameless]
+    keys = dict(zip((part.place for part in nameless), await _digests(contents), strict=True))
+    return [
+        _item(part, messages.part(part.place), names[part.place], keys.get(part.place, ""))
+        for part in parts
+    ]
+
+
+def _item(part: Part, fields: dict[str, msgspec.Raw], name: str | None, key: str) -> Item:
+    if name is None:
+        return Item(part.place, part.kind, key, encode(key), fields)
+    return Item(part.place, part.kind, name, fields["uuid"], fields)
+
+
+def _uuid_of(payload: Payload, part: Part) -> str | None:
+    uuid = part.tree.get("uuid")
+    if uuid is None or uuid == "":
+        if _is_empty(part):
+            raise RequestError(
+                f"{part.place}: the {part.kind} part has neither media nor a uuid",
+                param=str(part.place),
+            )
+        return None
+    name = payload.text(uuid) if isinstance(uuid, str) else str(uuid)
+    if _UNSAFE_UUID.search(name):
+        raise RequestError(
+            f"{part.place}.uuid may become a path: it must not start with /, hold a .. segment or"
+            " control characters",
+            param=f"{part.place}.uuid",
+        )
+    return name
+
+
+def _is_empty(part: Part) -> bool:
+    payload = part.tree.get(part.kind)
+    if isinstance(payload, dict):
+        payload = payload.get("data" if part.kind == "input_audio" else "url")
+    return not isinstance(payload, str) or not payload
+
+
+def _content_of(payload: Payload, part: Part) -> list[Buffer]:
+    """What the content key is the digest of."""
+    value = part.tree[part.kind]
+    if isinstance(value, str):
+        return payload.utf8(value)
+    if part.kind == "input_audio":
+        return payload.utf8(json.dumps(part.tree, sort_keys=True))
+    return payload.utf8(value["url"])
+
+
+async def _digests(contents: list[list[Buffer]]) -> list[str]:
+    if sum(map(size_of, contents)) <= _LARGE:
+        return [_digest(content) for content in contents]
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(None, lambda: [_digest(content) for content in contents])
+
+
+def _digest(content: list[Buffer]) -> str:
+    digest = hashlib.sha256()
+    for buffer in content:
+        digest.update(buffer)
+    return digest.hexdigest()

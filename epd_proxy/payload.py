@@ -1,0 +1,212 @@
+"""
+A JSON body as slices of the received bytes: parsed once, changed in places, sent as buffers.
+
+A chat body is a few hundred bytes of JSON around megabytes of base64. So the base64 is cut out
+first, and what is left, the *skeleton*, is what msgspec parses:
+
+    body      {"model":"m","messages":[{..."url":"data:image/png;base64,iVBORw0KGgo...."}...]}
+    skeleton  {"model":"m","messages":[{..."url":"data:image/png;base64,cut5f0e...00000000"}...]}
+    cuts      [memoryview(b"iVBORw0KGgo....")]
+
+The mark that stands for a cut is made of base64 letters and cannot be guessed, so the skeleton is
+valid JSON exactly when the body is: only runs that are pure base64, and so need no further check,
+are cut. Changed bodies are put together as skeletons, and ``expand`` puts the cuts back, as views
+of the received bytes that nobody copies. A value that is not replaced keeps its bytes.
+
+Measured per MB of media: ``msgspec.Raw`` over the whole body 0.5 to 2 ms, this 0.1 ms.
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+import pybase64
+
+from epd_proxy.errors import RequestError
+
+Buffer: TypeAlias = bytes | memoryview
+Json: TypeAlias = bytes | msgspec.Raw
+"""A JSON value as text, a piece of a skeleton."""
+
+_MARK = f"cut{secrets.token_hex(8)}"
+_MARK_BYTES = _MARK.encode()
+_DIGITS = 8
+
+_SHORTEST_CUT = 1024
+_SEARCH_WINDOW = 4096
+_VALIDATION_WINDOW = 1 << 18  # a multiple of four characters, so that windows decode one by one
+_DATA_URL = b";base64,"
+_DATA_KEY = b'"data"'
+_DATA_VALUE = re.compile(rb'"data"[ \t\r\n]*:[ \t\r\n]*"')
+
+
+class Payload:
+    """
+    A request body that is a JSON object.
+
+    ``tree`` is the decoded skeleton: strings in it may hold marks, so take text that matters with
+    ``text`` or ``utf8``. Raises RequestError (400) if the body is no valid JSON or no object.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body.removeprefix(b"\xef\xbb\xbf")
+        self.skeleton, self._cuts = _cut(self.body)
+        tree = self._decode()
+        if not isinstance(tree, dict):
+            raise RequestError("the request body must be a JSON object")
+        self.tree: dict[str, Any] = tree
+        self._fields: dict[str, msgspec.Raw] | None = None
+
+    def _decode(self) -> Any:
+        # A full decode, although slices are all we need: `Raw` lets numbers that no double can
+        # hold and invalid UTF-8 through.
+        try:
+            return msgspec.json.decode(self.skeleton)
+        except RecursionError:
+            raise RequestError("the request body is nested too deeply") from None
+        except (msgspec.DecodeError, ValueError) as exc:
+            raise RequestError(_reason(self.body, exc)) from None
+
+    @property
+    def fields(self) -> dict[str, msgspec.Raw]:
+        """The top level, each value as it stands in the skeleton. Of repeated keys the last."""
+        if self._fields is None:
+            self._fields = fields_of(self.skeleton)
+        return self._fields
+
+    def utf8(self, text: str) -> list[Buffer]:
+        """The UTF-8 bytes of a string of ``tree``."""
+        return self.expand(text.encode())
+
+    def text(self, text: str) -> str:
+        """A string of ``tree`` as the caller meant it."""
+        if _MARK not in text:
+            return text
+        return b"".join(self.utf8(text)).decode()
+
+    def expand(self, skeleton: bytes) -> list[Buffer]:
+        """``skeleton`` with its cuts put back: what goes over the wire."""
+        if not self._cuts or _MARK_BYTES not in skeleton:
+            return [skeleton]
+        start, *rest = skeleton.split(_MARK_BYTES)
+        buffers: list[Buffer] = [start]
+        for piece in rest:
+            buffers += self._cuts[int(piece[:_DIGITS])], piece[_DIGITS:]
+        return [buffer for buffer in buffers if buffer]
+
+    def with_fields(self, changes: Mapping[str, Json | None]) -> list[Buffer]:
+        """
+        The body with other top-level values: None removes a field, an unknown field is added.
+
+        Without changes, the bytes that came.
+        """
+        changes = {
+            name: value for name, value in changes.items() if value is not None or name in self.tree
+        }
+        if not changes:
+            return [self.body]
+        fields = {**self.fields, **changes}
+        return self.expand(object_of({k: v for k, v in fields.items() if v is not None}))
+
+
+def fields_of(value: Json) -> dict[str, msgspec.Raw]:
+    """The members of a JSON object."""
+    return msgspec.json.decode(value, type=dict[str, msgspec.Raw])
+
+
+def elements_of(value: Json) -> list[msgspec.Raw]:
+    """The elements of a JSON array."""
+    return msgspec.json.decode(value, type=list[msgspec.Raw])
+
+
+def object_of(fields: Mapping[str, Json]) -> bytes:
+    """A JSON object of members that are JSON already."""
+    members = (b"%b:%b" % (encode(name), value) for name, value in fields.items())
+    return b"{" + b",".join(members) + b"}"
+
+
+def array_of(elements: Iterable[Json]) -> bytes:
+    """A JSON array of elements that are JSON already."""
+    return b"[" + b",".join(elements) + b"]"
+
+
+encode = msgspec.json.encode
+
+
+def size_of(buffers: Iterable[Buffer]) -> int:
+    return sum(map(len, buffers))
+
+
+def _reason(body: bytes, exc: Exception) -> str:
+    # The skeleton's positions mean nothing to the caller.
+    try:
+        msgspec.json.decode(body)
+    except (msgspec.DecodeError, ValueError) as whole:
+        exc = whole
+    return f"the request body is not valid JSON: {exc}"
+
+
+def _cut(body: bytes) -> tuple[bytes, list[memoryview]]:
+    view = memoryview(body)
+    pieces: list[bytes] = []
+    cuts: list[memoryview] = []
+    done = 0
+    for start, end in _base64_runs(body, view):
+        pieces += body[done:start], b"%b%0*d" % (_MARK_BYTES, _DIGITS, len(cuts))
+        cuts.append(view[start:end])
+        done = end
+    if not cuts:
+        return body, cuts
+    pieces.append(body[done:])
+    return b"".join(pieces), cuts
+
+
+def _base64_runs(body: bytes, view: memoryview) -> Iterator[tuple[int, int]]:
+    """
+    Where long runs of base64 lie, each up to the quote that ends its string.
+
+    Runs begin after ``;base64,`` or as the value of a key ``data``. Both begin a string's text or
+    go on with it, and no letter of base64 can end a string or escape its end, so it does not
+    matter where in the document a run is found.
+    """
+    position = 0
+    while (position := _next_run(body, position)) >= 0:
+        end = body.find(b'"', position)
+        if end < 0:
+            return
+        if end - position >= _SHORTEST_CUT and _is_base64(view[position:end]):
+            yield position, end
+        position = end
+
+
+def _next_run(body: bytes, position: int) -> int:
+    """The start of the next candidate, or -1."""
+    # In windows, because a search for the one pattern must not walk the media behind the other.
+    while position < len(body):
+        stop = position + _SEARCH_WINDOW
+        url = body.find(_DATA_URL, position, stop + len(_DATA_URL) - 1)
+        key = body.find(_DATA_KEY, position, stop + len(_DATA_KEY) - 1 if url < 0 else url)
+        if key >= 0:
+            if found := _DATA_VALUE.match(body, key):
+                return found.end()
+            position = key + len(_DATA_KEY)
+        elif url >= 0:
+            return url + len(_DATA_URL)
+        else:
+            position = stop
+    return -1
+
+
+def _is_base64(view: memoryview) -> bool:
+    # The vectorised decoder is by far the fastest check of an alphabet; its result is dropped.
+    try:
+        for start in range(0, len(view), _VALIDATION_WINDOW):
+            pybase64.b64decode(view[start : start + _VALIDATION_WINDOW], validate=True)
+    except binascii.Error:
+        return False
+    return True

@@ -1,0 +1,79 @@
+"""
+One chat request from top to bottom: encode, prefill, decode, and all of it again on a 500.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from epd_proxy.asgi import Exchange
+from epd_proxy.calls import Calls
+from epd_proxy.chat import Chat
+from epd_proxy.config import Config
+from epd_proxy.decode import decode, relay
+from epd_proxy.encode import EncodeStage
+from epd_proxy.media import Item
+from epd_proxy.payload import Json
+from epd_proxy.prefill import prefill
+from epd_proxy.references import References
+from epd_proxy.registry import Role
+from epd_proxy.selectors import Selection
+from epd_proxy.upstream import Upstream
+
+
+class Pipeline:
+    """
+    Answers ``POST /v1/chat/completions``.
+
+    Encode takes part if the fleet has encoders and the request has media, prefill if the fleet has
+    prefill servers. Nothing reaches the caller before decode's head has arrived.
+    """
+
+    def __init__(self, config: Config, selection: Selection, upstream: Upstream) -> None:
+        self._config = config
+        self._selection = selection
+        self._upstream = upstream
+        self._encode = EncodeStage(
+            batch_size=config.encoder_batch_size, rewrites=not config.no_rewrite
+        )
+
+    async def __call__(self, exchange: Exchange) -> None:
+        """Raises ProxyError, once decode's head is out UpstreamError alone."""
+        body = await exchange.read(self._config.max_body_size)
+        chat = Chat(body, trust_embeds=self._config.trust_embeds)
+        calls = Calls(exchange, self._selection, self._upstream)
+        # The engine's beam search drops what the stages would hand to each other.
+        alone = chat.uses_beam_search
+        encodes = bool(chat.media) and not alone and calls.has(Role.ENCODE)
+        prefills = not alone and calls.has(Role.PREFILL)
+        calls.has(Role.DECODE)
+        items = await chat.items() if encodes else []
+        failed = None
+        for retries_left in reversed(range(max(0, self._config.decode_retries) + 1)):
+            references = await self._references(calls, chat, items)
+            transfer = await self._transfer(calls, chat, references, prefills=prefills)
+            instance = calls.pick(Role.DECODE, avoid=failed)
+            with instance.in_use():
+                async with decode(calls, instance, chat, references.parts, transfer) as answer:
+                    if answer.status != 500 or not retries_left:
+                        await relay(answer, exchange)
+                        return
+            # Decode may have spent the handle and the embeddings: nothing of this attempt is
+            # used again.
+            failed = instance
+
+    async def _references(self, calls: Calls, chat: Chat, items: list[Item]) -> References:
+        if items:
+            return await self._encode(calls, chat, items)
+        return References({}, None, stand_for_media=bool(chat.embedded))
+
+    async def _transfer(
+        self, calls: Calls, chat: Chat, references: References, *, prefills: bool
+    ) -> Mapping[str, Json]:
+        """What decode is told of the caches that hold its prompt."""
+        if prefills:
+            handle = await prefill(calls, chat, references)
+            return {} if handle is None else {"kv_transfer_params": handle}
+        if references.transfer is None:
+            return {}
+        return {"ec_transfer_params": references.transfer}

@@ -1,0 +1,211 @@
+"""
+One call to one engine: its address, its headers, and what its failure means.
+
+The only module that knows httpx. The transport is called directly, so there is no cookie jar
+between callers, no proxy from the environment, no redirect and no header of a client's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from epd_proxy.config import Config
+from epd_proxy.errors import RawHeaders, UpstreamError, UpstreamTimeout
+from epd_proxy.payload import Buffer, size_of
+from epd_proxy.registry import Instance
+
+CHAT_PATH = "/v1/chat/completions"
+
+# Engines close a connection that was idle for 5 s, without a word: be sure to be earlier.
+_KEEP_ALIVE = 2.5
+
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+# What describes the caller's own message, what names the caller to the proxy alone, and what tells
+# an engine to connect somewhere: that is for the proxy to say, or for nobody.
+_NOT_FORWARDED = _HOP_BY_HOP | {
+    b"accept-encoding",
+    b"content-encoding",
+    b"content-length",
+    b"content-type",
+    b"cookie",
+    b"expect",
+    b"host",
+    b"x-data-parallel-rank",
+    b"x-encoder-hosts-ports",
+    b"x-prefiller-host-port",
+    b"x-request-id",
+}
+
+
+def default_transport() -> httpx.AsyncBaseTransport:
+    limits = httpx.Limits(
+        max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE
+    )
+    return httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
+
+
+def forwarded_headers(headers: RawHeaders) -> RawHeaders:
+    """The caller's end-to-end headers, which every stage gets."""
+    return _without(headers, _NOT_FORWARDED)
+
+
+def relayed_headers(headers: RawHeaders) -> RawHeaders:
+    """The headers of an engine's answer that are for the caller; the request id is ours."""
+    return _without(headers, _HOP_BY_HOP | {b"x-request-id"})
+
+
+def _without(headers: RawHeaders, dropped: frozenset[bytes]) -> RawHeaders:
+    lowered = [(name.lower(), value) for name, value in headers]
+    for name, value in lowered:
+        if name == b"connection":
+            dropped |= {option.strip().lower() for option in value.split(b",")}
+    return [(name, value) for name, value in lowered if name not in dropped]
+
+
+class Buffers(httpx.AsyncByteStream):
+    """A request body in pieces, none of which is joined or copied."""
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self.buffers = buffers
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for buffer in self.buffers:
+            yield buffer  # type: ignore[misc]  # transports take any bytes-like object
+
+
+class Answer:
+    """
+    An engine's answer whose head has arrived. An async context manager, which closes it.
+
+    Closing before the end drops the connection, which is what stops the engine's work.
+    """
+
+    def __init__(self, instance: Instance, response: httpx.Response) -> None:
+        self.instance = instance
+        self.status = response.status_code
+        self.headers: RawHeaders = response.headers.raw
+        self._response = response
+
+    async def read(self) -> bytes:
+        """The whole body, decompressed. Raises UpstreamError."""
+        with _failures_of(self.instance):
+            return await self._response.aread()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body's bytes as they come, compressed if they are. Raises UpstreamError."""
+        with _failures_of(self.instance):
+            # Not `aiter_raw`, which refuses an answer that a mock has made out of bytes.
+            async for chunk in self._response.stream:  # type: ignore[union-attr]
+                yield chunk
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._response.aclose()
+
+
+class Upstream:
+    """Calls engines over an httpx transport."""
+
+    def __init__(self, transport: httpx.AsyncBaseTransport, config: Config) -> None:
+        self._transport = transport
+        self._connect = {"connect": config.connect_timeout or None}
+
+    async def aclose(self) -> None:
+        await self._transport.aclose()
+
+    async def post(
+        self,
+        instance: Instance,
+        headers: RawHeaders,
+        request_id: str,
+        body: Sequence[Buffer],
+    ) -> Answer:
+        """
+        ``POST /v1/chat/completions``, up to the answer's head.
+
+        ``headers`` are the caller's, as forwarded; the call gets ``request_id`` for its own. Raises
+        UpstreamError (502), UpstreamTimeout (504).
+        """
+        framing = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(size_of(body)).encode()),
+            (b"x-request-id", request_id.encode()),
+        ]
+        return await self._send(instance, "POST", CHAT_PATH, [*framing, *headers], Buffers(body))
+
+    async def get(self, instance: Instance, path: str, headers: RawHeaders) -> Answer:
+        """Like ``post``, without a body."""
+        return await self._send(instance, "GET", path, headers, Buffers(()))
+
+    async def _send(
+        self,
+        instance: Instance,
+        method: str,
+        path: str,
+        headers: RawHeaders,
+        stream: Buffers,
+    ) -> Answer:
+        url, host = _target(instance.url, path)
+        request = httpx.Request(
+            method,
+            url,
+            headers=[(b"host", host), *headers],
+            stream=stream,
+            extensions={"timeout": self._connect},
+        )
+        with _failures_of(instance):
+            response = await self._transport.handle_async_request(request)
+        response.request = request
+        return Answer(instance, response)
+
+
+@functools.lru_cache(maxsize=1024)
+def _target(url: str, path: str) -> tuple[httpx.URL, bytes]:
+    target = httpx.URL(url + path)
+    return target, target.netloc
+
+
+@contextmanager
+def _failures_of(instance: Instance) -> Iterator[None]:
+    """httpx's exceptions in our terms."""
+    try:
+        yield
+    except (httpx.ConnectError, httpx.ConnectTimeout) as exc:
+        raise _failure(UpstreamError, instance, "could not be reached", exc) from exc
+    except httpx.TimeoutException as exc:
+        raise _failure(UpstreamTimeout, instance, "did not answer in time", exc) from exc
+    except httpx.TransportError as exc:
+        raise _failure(UpstreamError, instance, "broke the connection", exc) from exc
+    except httpx.DecodingError as exc:
+        raise _failure(UpstreamError, instance, "sent what cannot be read", exc) from exc
+
+
+def _failure(
+    kind: type[UpstreamError], instance: Instance, reason: str, exc: Exception
+) -> UpstreamError:
+    return kind(instance.role, instance.url, reason, cause=f"{type(exc).__name__} {exc}".strip())
