@@ -5,6 +5,7 @@ A chat request as the stages see it: its media, and the body that each engine ge
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 
 from epd_proxy.errors import RequestError
 from epd_proxy.media import EMBEDS, MODALITY, Item, Messages, Part, Place, find_parts, items_of
@@ -29,7 +30,7 @@ class Chat:
         references = [part for part in parts if part.kind not in MODALITY]
         if references and not trust_embeds:
             raise _untrusted(references[0])
-        self.embedded = frozenset(EMBEDS[part.kind] for part in references if part.kind in EMBEDS)
+        self.embedded = frozenset(chain.from_iterable(map(_embedded, references)))
         self._clean = _without_transfer_params(self.payload)
         self._messages: Messages | None = None
 
@@ -50,7 +51,7 @@ class Chat:
         return self._messages
 
     async def items(self) -> list[Item]:
-        """The media under its content keys. Raises RequestError for a part without content."""
+        """The media under its content keys."""
         return await items_of(self.payload, self.messages, self.media)
 
     def body(self, changes: Mapping[str, Json | None], parts: Mapping[Place, Json]) -> list[Buffer]:
@@ -76,6 +77,12 @@ def _without_transfer_params(payload: Payload) -> dict[str, Json | None]:
             {name: value for name, value in fields.items() if name not in _TRANSFER_PARAMS}
         )
     return clean
+
+
+def _embedded(part: Part) -> list[str]:
+    # A video brings its sound along.
+    kinds = {part.kind, "audio_embeds"} if part.kind == "video_embeds" else {part.kind}
+    return [EMBEDS[kind] for kind in kinds if kind in EMBEDS and kind in part.tree]
 
 
 def _untrusted(part: Part) -> RequestError:

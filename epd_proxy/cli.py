@@ -61,7 +61,7 @@ def _option_of(field: msgspec.structs.FieldInfo) -> click.Option:
         [*names, field.name],
         envvar=variables,
         help=flag.help + default,
-        is_flag=switch,
+        is_flag=switch or None,
         multiple=flag.many,
         # The text is for `Config` to convert, wherever it comes from.
         type=click.BOOL if switch else click.UNPROCESSED,

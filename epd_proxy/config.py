@@ -89,7 +89,7 @@ def _instances_of(entry: Any) -> Iterable[InstanceConfig]:
 
 def _instance_of(word: str) -> InstanceConfig:
     url, equals, weight = word.rpartition("=")
-    if not equals:
+    if not equals or "?" in url:
         return InstanceConfig(word)
     return msgspec.convert({"url": url, "weight": weight}, InstanceConfig, strict=False)
 
@@ -131,7 +131,7 @@ def _fleet(role: str) -> Flag:
 
 
 def _selector(role: str) -> Flag:
-    return Flag(f"how a {role} server is chosen: round-robin, random or weighted")
+    return Flag(f"how {role} servers are chosen: round-robin, random or weighted")
 
 
 NotNegative = Meta(ge=0)

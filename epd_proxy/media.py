@@ -31,6 +31,7 @@ from epd_proxy.payload import (
     elements_of,
     encode,
     fields_of,
+    is_string,
     object_of,
     size_of,
 )
@@ -44,9 +45,11 @@ MODALITY = {
 EMBEDS = {"image_embeds": "image", "audio_embeds": "audio", "video_embeds": "video"}
 PAYLOAD_KEYS = frozenset({*MODALITY, *EMBEDS, "prompt_embeds"})
 
-# With a uuid, vLLM goes by the keys of a part, in this order; without, by its type.
+# With a uuid or without a type, vLLM goes by the keys of a part, in this order; else by its type.
+# `image_pil` is for Python callers and never right in JSON.
 _BY_KEY = (
     "image_url",
+    "image_pil",
     "image_embeds",
     "audio_embeds",
     "video_embeds",
@@ -55,12 +58,12 @@ _BY_KEY = (
     "input_audio",
     "video_url",
 )
-_WITHOUT_TYPE = ("image_url", "audio_url", "input_audio", "video_url", *EMBEDS, "prompt_embeds")
+_OWN_KEYS = frozenset({*_BY_KEY, "type", "uuid"})
 
 # From here on a digest is made on a thread: it would hold up everybody else's tokens.
 _LARGE = 256 << 10
 
-_UNSAFE_UUID = re.compile(r"^/|(?:^|/)\.\.(?:/|$)|[\x00-\x1f\x7f]")
+_UNSAFE_UUID = re.compile(r"^/|(?:^|/)\.\.(?:/|$)|[\x00-\x1f\x7f-\x9f]")
 
 
 class Place(NamedTuple):
@@ -80,6 +83,8 @@ class Part(NamedTuple):
     kind: str
     """The key that holds its payload: ``image_url``, ``input_audio``, ``video_embeds`` ..."""
     tree: dict[str, Any]
+    name: str | None
+    """The caller's uuid as vLLM reads it; None if there is none."""
 
 
 class Item(NamedTuple):
@@ -101,13 +106,12 @@ class Item(NamedTuple):
 
     def extras(self) -> dict[str, Json]:
         """The caller's further keys: they can reach the chat template."""
-        known = PAYLOAD_KEYS | {"type", "uuid"}
-        return {name: value for name, value in self.part.items() if name not in known}
+        return {name: value for name, value in self.part.items() if name not in _OWN_KEYS}
 
     def canonical(self) -> dict[str, Json]:
         """The part in the one spelling that engines read whatever else it says."""
         payload: Json = self.part[self.kind]
-        if bytes(payload).startswith(b'"') and self.kind != "input_audio":
+        if is_string(payload) and self.kind != "input_audio":
             payload = b'{"url":%b}' % payload
         uuid = {"uuid": self.part["uuid"]} if "uuid" in self.part else {}
         return {"type": encode(self.kind), self.kind: payload, **uuid, **self.extras()}
@@ -122,7 +126,8 @@ class Item(NamedTuple):
         With a uuid, vLLM goes by the first payload key it knows, even if that is null: only the
         one that counted before may stay.
         """
-        part = {name: v for name, v in self.part.items() if name not in PAYLOAD_KEYS - {self.kind}}
+        others = {*_BY_KEY} - {self.kind}
+        part = {name: value for name, value in self.part.items() if name not in others}
         return {**part, "uuid": self.uuid}
 
 
@@ -158,39 +163,63 @@ def find_parts(payload: Payload) -> list[Part]:
     """
     The media parts, in the order of the prompt, references included.
 
-    Raises RequestError if ``messages`` is missing or no list, or if a part has neither a payload
-    nor a uuid.
+    Raises RequestError if ``messages`` is missing or no list, if a part has neither media nor a
+    uuid, or if its uuid may not be used.
     """
     messages = payload.tree.get("messages")
     if not isinstance(messages, list):
         reason = "must be a list" if "messages" in payload.tree else "is missing"
         raise RequestError(f"messages {reason}", param="messages")
-    return list(_walk(messages))
+    return list(_walk(payload, messages))
 
 
-def _walk(messages: list[Any]) -> Iterator[Part]:
+def _walk(payload: Payload, messages: list[Any]) -> Iterator[Part]:
     for i, message in enumerate(messages):
         content = message.get("content") if isinstance(message, dict) else None
         if not isinstance(content, list):
             continue
         for j, part in enumerate(content):
             if isinstance(part, dict) and (kind := _kind_of(part)):
-                yield Part(Place(i, j), kind, part)
+                place = Place(i, j)
+                yield Part(place, kind, part, _name_of(payload, place, kind, part))
 
 
 def _kind_of(part: dict[str, Any]) -> str | None:
     """The key by which vLLM reads the part; None if it does not read it as media."""
     kind = part.get("type")
-    if part.get("uuid") is not None:
+    if kind is None or part.get("uuid") is not None:
         keys: Iterable[str] = _BY_KEY
         if kind == "video_embeds":
             keys = (key for key in _BY_KEY if key != "audio_embeds")
-        return next((key for key in keys if key in part), None)
-    if kind is None:
-        return next((key for key in _WITHOUT_TYPE if key in part), None)
-    if kind == "input_image":
-        return "image_url"
+        kind = next((key for key in keys if key in part), None)
+    elif kind == "input_image":
+        kind = "image_url"
     return kind if isinstance(kind, str) and kind in PAYLOAD_KEYS else None
+
+
+def _name_of(payload: Payload, place: Place, kind: str, part: dict[str, Any]) -> str | None:
+    uuid = part.get("uuid")
+    if uuid is None or uuid == "":
+        if kind in MODALITY and _is_empty(kind, part):
+            raise RequestError(
+                f"{place}: the {kind} part has neither media nor a uuid", param=str(place)
+            )
+        return None
+    name = payload.text(uuid) if isinstance(uuid, str) else str(uuid)
+    if _UNSAFE_UUID.search(name):
+        raise RequestError(
+            f"{place}.uuid may become a path: it must not start with /, hold a .. segment or"
+            " control characters",
+            param=f"{place}.uuid",
+        )
+    return name
+
+
+def _is_empty(kind: str, part: dict[str, Any]) -> bool:
+    payload = part.get(kind)
+    if isinstance(payload, dict):
+        payload = payload.get("data" if kind == "input_audio" else "url")
+    return not isinstance(payload, str) or not payload
 
 
 async def items_of(payload: Payload, messages: Messages, parts: Sequence[Part]) -> list[Item]:
@@ -200,46 +229,15 @@ async def items_of(payload: Payload, messages: Messages, parts: Sequence[Part]) 
     The key is the caller's uuid; else the SHA-256 of the URL; else, for ``input_audio``, of the
     part as Python's ``json.dumps(part, sort_keys=True)`` writes it.
     """
-    names = {part.place: _uuid_of(payload, part) for part in parts}
-    nameless = [part for part in parts if names[part.place] is None]
+    nameless = [part for part in parts if part.name is None]
     contents = [_content_of(payload, part) for part in nameless]
     keys = dict(zip((part.place for part in nameless), await _digests(contents), strict=True))
-    return [
-        _item(part, messages.part(part.place), names[part.place], keys.get(part.place, ""))
-        for part in parts
-    ]
+    return [_item(part, messages.part(part.place), keys.get(part.place)) for part in parts]
 
 
-def _item(part: Part, fields: dict[str, msgspec.Raw], name: str | None, key: str) -> Item:
-    if name is None:
-        return Item(part.place, part.kind, key, encode(key), fields)
-    return Item(part.place, part.kind, name, fields["uuid"], fields)
-
-
-def _uuid_of(payload: Payload, part: Part) -> str | None:
-    uuid = part.tree.get("uuid")
-    if uuid is None or uuid == "":
-        if _is_empty(part):
-            raise RequestError(
-                f"{part.place}: the {part.kind} part has neither media nor a uuid",
-                param=str(part.place),
-            )
-        return None
-    name = payload.text(uuid) if isinstance(uuid, str) else str(uuid)
-    if _UNSAFE_UUID.search(name):
-        raise RequestError(
-            f"{part.place}.uuid may become a path: it must not start with /, hold a .. segment or"
-            " control characters",
-            param=f"{part.place}.uuid",
-        )
-    return name
-
-
-def _is_empty(part: Part) -> bool:
-    payload = part.tree.get(part.kind)
-    if isinstance(payload, dict):
-        payload = payload.get("data" if part.kind == "input_audio" else "url")
-    return not isinstance(payload, str) or not payload
+def _item(part: Part, fields: dict[str, msgspec.Raw], digest: str | None) -> Item:
+    key = digest or part.name or ""
+    return Item(part.place, part.kind, key, encode(key) if digest else fields["uuid"], fields)
 
 
 def _content_of(payload: Payload, part: Part) -> list[Buffer]:

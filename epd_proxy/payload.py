@@ -37,12 +37,18 @@ _MARK = f"cut{secrets.token_hex(8)}"
 _MARK_BYTES = _MARK.encode()
 _DIGITS = 8
 
+# Slices of a body are decoded again from further down the stack: what comes near Python's limit of
+# 1000 levels at first would pass it then.
+_DEEPEST = 500
+
 _SHORTEST_CUT = 1024
+_MOST_MISSES = 1000  # a body may hold nothing but openings; beyond this msgspec is left alone with it
 _SEARCH_WINDOW = 4096
 _VALIDATION_WINDOW = 1 << 18  # a multiple of four characters, so that windows decode one by one
 _DATA_URL = b";base64,"
 _DATA_KEY = b'"data"'
-_DATA_VALUE = re.compile(rb'"data"[ \t\r\n]*:[ \t\r\n]*"')
+_OPENING = re.compile(rb';base64,|"data"[ \t\r\n]*:[ \t\r\n]*"')
+_REST_OF_KEY = re.compile(rb'"[ \t\r\n]*:')
 
 
 class Payload:
@@ -66,11 +72,14 @@ class Payload:
         # A full decode, although slices are all we need: `Raw` lets numbers that no double can
         # hold and invalid UTF-8 through.
         try:
-            return msgspec.json.decode(self.skeleton)
+            tree = msgspec.json.decode(self.skeleton)
         except RecursionError:
-            raise RequestError("the request body is nested too deeply") from None
+            raise _too_deep() from None
         except (msgspec.DecodeError, ValueError) as exc:
             raise RequestError(_reason(self.body, exc)) from None
+        if self.skeleton.count(b"[") + self.skeleton.count(b"{") > _DEEPEST and _is_deep(tree):
+            raise _too_deep()
+        return tree
 
     @property
     def fields(self) -> dict[str, msgspec.Raw]:
@@ -142,11 +151,38 @@ def size_of(buffers: Iterable[Buffer]) -> int:
     return sum(map(len, buffers))
 
 
+def is_object(value: Json) -> bool:
+    """Whether a JSON value, which begins with no blanks, is an object."""
+    return memoryview(value)[:1] == b"{"
+
+
+def is_array(value: Json) -> bool:
+    return memoryview(value)[:1] == b"["
+
+
+def is_string(value: Json) -> bool:
+    return memoryview(value)[:1] == b'"'
+
+
+def _too_deep() -> RequestError:
+    return RequestError("the request body is nested too deeply")
+
+
+def _is_deep(tree: Any) -> bool:
+    level = [tree]
+    for _ in range(_DEEPEST):
+        children = (node.values() if isinstance(node, dict) else node for node in level)
+        level = [child for each in children for child in each if isinstance(child, dict | list)]
+        if not level:
+            return False
+    return True
+
+
 def _reason(body: bytes, exc: Exception) -> str:
     # The skeleton's positions mean nothing to the caller.
     try:
         msgspec.json.decode(body)
-    except (msgspec.DecodeError, ValueError) as whole:
+    except (msgspec.DecodeError, ValueError, RecursionError) as whole:
         exc = whole
     return f"the request body is not valid JSON: {exc}"
 
@@ -172,34 +208,39 @@ def _base64_runs(body: bytes, view: memoryview) -> Iterator[tuple[int, int]]:
 
     Runs begin after ``;base64,`` or as the value of a key ``data``. Both begin a string's text or
     go on with it, and no letter of base64 can end a string or escape its end, so it does not
-    matter where in the document a run is found.
+    matter where in the document a run is found. Keys stay whole: they are compared and sorted.
     """
-    position = 0
-    while (position := _next_run(body, position)) >= 0:
-        end = body.find(b'"', position)
+    position = misses = 0
+    while misses < _MOST_MISSES and (position := _next_hint(body, position)) >= 0:
+        opening = _OPENING.match(body, position)
+        if opening is None:
+            position += len(_DATA_KEY)
+            misses += 1
+            continue
+        start, end = opening.end(), body.find(b'"', opening.end())
         if end < 0:
             return
-        if end - position >= _SHORTEST_CUT and _is_base64(view[position:end]):
-            yield position, end
+        if end - start >= _SHORTEST_CUT and _is_cut(body, view, start, end):
+            yield start, end
+        else:
+            misses += 1
         position = end
 
 
-def _next_run(body: bytes, position: int) -> int:
-    """The start of the next candidate, or -1."""
-    # In windows, because a search for the one pattern must not walk the media behind the other.
-    while position < len(body):
-        stop = position + _SEARCH_WINDOW
-        url = body.find(_DATA_URL, position, stop + len(_DATA_URL) - 1)
-        key = body.find(_DATA_KEY, position, stop + len(_DATA_KEY) - 1 if url < 0 else url)
-        if key >= 0:
-            if found := _DATA_VALUE.match(body, key):
-                return found.end()
-            position = key + len(_DATA_KEY)
-        elif url >= 0:
-            return url + len(_DATA_URL)
-        else:
-            position = stop
+def _next_hint(body: bytes, position: int) -> int:
+    """Where the next ``;base64,`` or ``"data"`` stands, or -1."""
+    # In windows, because a search for the one must not walk the media behind the other.
+    for start in range(position, len(body), _SEARCH_WINDOW):
+        stop = start + _SEARCH_WINDOW
+        url = body.find(_DATA_URL, start, stop + len(_DATA_URL) - 1)
+        key = body.find(_DATA_KEY, start, stop + len(_DATA_KEY) - 1 if url < 0 else url)
+        if key >= 0 or url >= 0:
+            return key if key >= 0 else url
     return -1
+
+
+def _is_cut(body: bytes, view: memoryview, start: int, end: int) -> bool:
+    return not _REST_OF_KEY.match(body, end) and _is_base64(view[start:end])
 
 
 def _is_base64(view: memoryview) -> bool:

@@ -11,17 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from epd_proxy.media import EMBEDS, Item, Place
-from epd_proxy.payload import Json, array_of, elements_of, encode, object_of
+from epd_proxy.payload import Json, array_of, elements_of, encode, is_array, object_of
 from epd_proxy.reports import Feature
 
 Described: TypeAlias = tuple[Item, tuple[Feature, ...]]
 """An item with the features that its encoder reported."""
-
 
 ALL_MODALITIES = frozenset(EMBEDS.values())
 
@@ -43,11 +42,14 @@ def parts_for_consumer(
     """
     The part that takes each item's place, and whether any of them is a reference.
 
-    ``embedded``: modalities of which the caller's body holds references already. ``with_sound``:
-    the request asks for ``use_audio_in_video``.
+    ``embedded``: modalities of which the caller's body holds references already; their items stay
+    raw. ``with_sound``: the request asks for ``use_audio_in_video``.
     """
-    references = {item.place: _reference(item, features) for item, features in described}
-    raw = embedded | _raw_modalities(described, references)
+    references = {
+        item.place: None if item.modality in embedded else _reference(item, features)
+        for item, features in described
+    }
+    raw: AbstractSet[str] = _raw_modalities(described, references)
     # Processors of audio also look at the placeholders of the other modalities.
     if raw and any(
         item.modality == "audio" or (with_sound and item.modality == "video")
@@ -65,13 +67,13 @@ def _raw_modalities(
     described: Sequence[Described], references: Mapping[Place, dict[str, Json] | None]
 ) -> set[str]:
     """Modalities with an item that cannot be a reference, or with references unlike each other."""
-    raw: set[str] = set()
-    shapes: dict[str, Any] = {}
+    raw = {item.modality for item, _ in described if references[item.place] is None}
+    keys: dict[str, AbstractSet[str]] = {}
     for item, features in described:
-        # vLLM wants the same keys in all references of a modality.
-        shape = [(feature.modality, set(feature.metadata)) for feature in features]
-        if references[item.place] is None or shapes.setdefault(item.modality, shape) != shape:
-            raw.add(item.modality)
+        for feature in features:
+            # vLLM wants the same keys in all references of a modality.
+            if keys.setdefault(feature.modality, feature.metadata.keys()) != feature.metadata.keys():
+                raw.add(item.modality)
     return raw
 
 
@@ -105,7 +107,7 @@ def _flat(value: msgspec.Raw) -> bytes | None:
 
 
 def _elements(value: msgspec.Raw) -> list[msgspec.Raw]:
-    return elements_of(value) if bytes(value).startswith(b"[") else [value]
+    return elements_of(value) if is_array(value) else [value]
 
 
 def _is_number(value: msgspec.Raw) -> bool:

@@ -15,13 +15,13 @@ Form 1 is vLLM 0.33.0's (``vllm/distributed/ec_transfer/ec_connector/utils.py``)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from epd_proxy.media import EMBEDS, Item
-from epd_proxy.payload import elements_of, fields_of
+from epd_proxy.payload import elements_of, fields_of, is_array, is_object
 
 # What stands in an entry beside metadata: names, positions and the connectors' handles.
 _NOT_METADATA = frozenset(
@@ -72,11 +72,15 @@ class Feature(NamedTuple):
 
 
 def parse_report(params: msgspec.Raw) -> Report:
-    """Anything but an object counts as no report; members that are no objects are passed over."""
-    if not _is_object(params):
+    """
+    Anything but an object counts as no report; members that are no objects are passed over.
+
+    Raises msgspec.DecodeError for what ``Raw`` let through although it is no JSON.
+    """
+    if not is_object(params):
         return Report([], {}, [])
     members = fields_of(params)
-    handles = {name: value for name, value in members.items() if _is_object(value)}
+    handles = {name: value for name, value in members.items() if is_object(value)}
     elements = _listed(members.get("ec_items"))
     listed = [_entry(_text(element.get("mm_hash")), element, [k]) for k, element in elements]
     keyed = [_keyed_entry(name, fields_of(value)) for name, value in handles.items()]
@@ -84,10 +88,10 @@ def parse_report(params: msgspec.Raw) -> Report:
 
 
 def _listed(items: msgspec.Raw | None) -> list[tuple[int, dict[str, msgspec.Raw]]]:
-    if items is None or not bytes(items).startswith(b"["):
+    if items is None or not is_array(items):
         return []
     elements = enumerate(elements_of(items))
-    return [(k, fields_of(element) if _is_object(element) else {}) for k, element in elements]
+    return [(k, fields_of(element) if is_object(element) else {}) for k, element in elements]
 
 
 def _keyed_entry(name: str, fields: dict[str, msgspec.Raw]) -> Entry:
@@ -100,7 +104,7 @@ def _keyed_entry(name: str, fields: dict[str, msgspec.Raw]) -> Entry:
 def _entry(mm_hash: str | None, fields: dict[str, msgspec.Raw], indices: Any) -> Entry:
     if "metadata" in fields:
         found = fields["metadata"]
-        metadata = fields_of(found) if _is_object(found) else {}
+        metadata = fields_of(found) if is_object(found) else {}
     else:
         metadata = {name: v for name, v in fields.items() if name not in _NOT_METADATA}
     return Entry(
@@ -146,28 +150,19 @@ def _video_with_sound(item: Item, report: Report) -> tuple[Feature, ...]:
     if len(entries) == 2:
         if not any(entry.modality for entry in entries):
             return ()
-        by_position = sorted(entries, key=lambda entry: entry.indices == [1])
-        if [entry.indices for entry in by_position] == [[0], [1]] and {
-            entry.modality for entry in entries
-        } == {"video", "audio"}:
-            return tuple(_feature(item, entry, report, k) for k, entry in enumerate(by_position))
+        owners = _owners([item] * 2, entries)
+        if len(owners) == 2 and {entry.modality for entry in owners.values()} == {"video", "audio"}:
+            return tuple(_feature(item, owners[k], report, k) for k in range(2))
     raise Unmatched(
         f"{len(entries)} entries for {item.place}, which are not one video and its sound"
     )
 
 
 def _by_position(items: Sequence[Item], report: Report) -> list[tuple[Feature, ...]]:
-    owners: dict[int, Entry] = {}
-    for entry in report.entries:
-        for index in _indices_of(entry):
-            if type(index) is not int or not 0 <= index < len(items):
-                raise Unmatched(f"position {index!r} among {len(items)} items")
-            if index in owners:
-                raise Unmatched(f"position {index} twice, which is {items[index].place}")
-            owners[index] = entry
+    owners = _owners(items, report.entries)
     found = [owners.get(k) or _named(item, report) for k, item in enumerate(items)]
-    if missing := [str(item.place) for item, entry in zip(items, found, strict=True) if not entry]:
-        raise Unmatched(f"no entry for {', '.join(missing)}")
+    if missing := [item for item, entry in zip(items, found, strict=True) if not entry]:
+        raise Unmatched(f"no entry for {_places(missing)}")
     return [
         (_feature(item, entry, report, k),)
         for k, (item, entry) in enumerate(zip(items, found, strict=True))
@@ -175,12 +170,30 @@ def _by_position(items: Sequence[Item], report: Report) -> list[tuple[Feature, .
     ]
 
 
-def _indices_of(entry: Entry) -> list[Any]:
+def _owners(items: Sequence[Item], entries: Sequence[Entry]) -> dict[int, Entry]:
+    """Which entry claims each of the positions, ``items`` being what should stand there."""
+    owners: dict[int, Entry] = {}
+    for entry in entries:
+        for index in _indices_of(entry, items):
+            # A bool is an int too, but no position.
+            if type(index) is not int or not 0 <= index < len(items):
+                raise Unmatched(f"position {index!r} among the {len(items)} of {_places(items)}")
+            if index in owners:
+                raise Unmatched(f"position {index} twice, which is {items[index].place}")
+            owners[index] = entry
+    return owners
+
+
+def _indices_of(entry: Entry, items: Sequence[Item]) -> list[Any]:
     if entry.indices is None:
         return []
     if not isinstance(entry.indices, list):
-        raise Unmatched(f"item_indices {entry.indices!r}, which is no list")
+        raise Unmatched(f"item_indices that are no list, for {_places(items)}")
     return entry.indices
+
+
+def _places(items: Iterable[Item]) -> str:
+    return ", ".join(dict.fromkeys(str(item.place) for item in items))
 
 
 def _named(item: Item, report: Report) -> Entry | None:
@@ -191,10 +204,6 @@ def _feature(item: Item, entry: Entry, report: Report, position: int) -> Feature
     listed = report.transfer_ids[position : position + 1]
     transfer_id = (listed[0] if listed else None) or entry.transfer_id
     return Feature(entry.mm_hash, entry.modality or item.modality, entry.metadata, transfer_id)
-
-
-def _is_object(value: msgspec.Raw) -> bool:
-    return bytes(value).startswith(b"{")
 
 
 def _text(value: msgspec.Raw | None) -> str | None:

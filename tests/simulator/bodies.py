@@ -1,25 +1,23 @@
-"""Bodies and parts that the simulator's tests send, and the three ways to send them."""
+"""Bodies and parts that the simulator's tests send, and the ways to send them."""
 
 from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import anyio
 import httpx
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, MutableMapping
+from epd_proxy.simulator import Simulator
 
-    from epd_proxy.simulator import Simulator
-
-    Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Json = dict[str, Any]
 
 CHAT = "/v1/chat/completions"
-SAMPLES = Path(__file__).parent / "samples"
+SAMPLES = Path(__file__).parents[1] / "samples"
 
 
 def png(width: int, height: int) -> bytes:
@@ -40,6 +38,7 @@ RED = data_url(png(56, 28))
 BLUE = data_url(png(28, 84))
 CLIP = "https://media.example.com/street.mp4"
 GRID = {"image_grid_thw": [1, 4, 4]}
+WITH_SOUND = {"use_audio_in_video": True}
 TENSOR = b64(b"PK\x03\x04 and the rest of a torch file")
 NUMPY = b64(b"\x93NUMPY and the rest")
 
@@ -50,6 +49,10 @@ def text(words: str = "What is it?") -> Json:
 
 def url_part(url: Any = RED, kind: str = "image_url", **more: Any) -> Json:
     return {"type": kind, kind: {"url": url}, **more}
+
+
+def audio(data: Any, **more: Any) -> Json:
+    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}, **more}
 
 
 def reference(payload: Any = GRID, uuid: Any = "u1", modality: str = "image", **more: Any) -> Json:
@@ -99,6 +102,26 @@ async def ask(
         return await client.request(method, path, content=content, headers=headers)
 
 
+async def assert_refused(engine: Simulator, body: Json, param: str | None, message: str) -> None:
+    answer = await ask(engine, {**body, "stream": body.get("stream", False)})
+
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert message in error["message"]
+    assert error == {
+        "message": error["message"],
+        "type": "BadRequestError",
+        "param": param,
+        "code": 400,
+    }
+
+
+async def report(engine: Simulator, *parts: Any, **fields: Any) -> Any:
+    answer = await ask(engine, chat(*parts, **fields))
+    assert answer.status_code == 200, answer.text
+    return answer.json()["ec_transfer_params"]
+
+
 def scope(**changes: Any) -> Json:
     return {
         "type": "http",
@@ -123,6 +146,10 @@ async def drive(
         return message
 
     await engine(scope(), receive, send)
+
+
+async def stay() -> None:
+    await anyio.sleep_forever()
 
 
 def events(body: bytes) -> list[Any]:

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from epd_proxy import Role
+from tests.backends import Backends
+from tests.driver import call
+
+
+def health(backends: Backends, **statuses: list[int]) -> None:
+    for role, codes in statuses.items():
+        for engine, code in zip(getattr(backends, role), codes, strict=True):
+            answer = httpx.ConnectError("refused") if code == 0 else httpx.Response(code)
+            backends.router.get(engine.url + "/health").mock(side_effect=[answer] * 9)
+
+
+@pytest.mark.parametrize(
+    ("encode", "prefill", "decode", "status", "states"),
+    [
+        ([200], [200], [200], 200, ["healthy", "healthy", "healthy"]),
+        ([503, 200], [200], [0, 200], 200, ["healthy", "healthy", "healthy"]),
+        ([], [], [200], 200, ["empty", "empty", "healthy"]),
+        ([200], [503], [200], 503, ["healthy", "unhealthy", "healthy"]),
+        ([0, 503], [], [200], 503, ["unhealthy", "empty", "healthy"]),
+        ([], [], [500], 503, ["empty", "empty", "unhealthy"]),
+    ],
+)
+async def test_health_asks_every_engine_and_is_red_if_a_role_has_none(
+    encode: list[int], prefill: list[int], decode: list[int], status: int, states: list[str]
+) -> None:
+    backends = Backends(encode=len(encode), prefill=len(prefill), decode=len(decode))
+    health(backends, encode=encode, prefill=prefill, decode=decode)
+    reply = await call(backends.proxy(), "GET", "/health")
+    assert reply.status == status
+    assert reply.json() == {
+        "proxy": "healthy",
+        "encode_cluster": states[0],
+        "prefill_cluster": states[1],
+        "decode_cluster": states[2],
+    }
+
+
+async def test_health_is_red_if_the_last_instance_of_a_role_has_gone() -> None:
+    backends = Backends(encode=0)
+    proxy = backends.proxy()
+    proxy.registry.remove(proxy.registry.ready(Role.DECODE)[0])
+    assert (await call(proxy, "GET", "/health")).status == 503
+
+
+async def test_an_engine_that_does_not_answer_in_time_is_not_healthy() -> None:
+    backends = Backends(encode=0)
+
+    async def hang(request: httpx.Request) -> httpx.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    backends.router.get("http://d0:8000/health").mock(side_effect=hang)
+    reply = await call(backends.proxy(probe_timeout=0.01), "GET", "/health")
+    assert reply.status == 503
+
+
+async def test_live_asks_nobody() -> None:
+    reply = await call(Backends().proxy(), "GET", "/live")
+    assert (reply.status, reply.json()) == (200, {"proxy": "healthy"})
+
+
+async def test_models_are_those_of_a_decode_server_in_its_own_words() -> None:
+    backends = Backends(decode=2)
+    body = b'{"object": "list",\n "data": []}'
+    for engine in backends.decode:
+        backends.router.get(engine.url + "/v1/models").respond(
+            200, content=body, headers={"content-type": "application/json"}
+        )
+    proxy = backends.proxy()
+    for _ in range(2):
+        reply = await call(proxy, "GET", "/v1/models", headers={"authorization": "Bearer k"})
+        assert (reply.status, reply.body) == (200, body)
+    asked = [each.request for route in backends.router.routes for each in route.calls]
+    assert {request.url.host for request in asked} == {"d0", "d1"}
+    assert {request.headers["authorization"] for request in asked} == {"Bearer k"}
+
+
+async def test_models_without_a_decode_server_is_a_503_and_an_unreachable_one_a_502() -> None:
+    backends = Backends()
+    proxy = backends.proxy()
+    backends.router.get("http://d0:8000/v1/models").mock(side_effect=httpx.ConnectError("no"))
+    assert (await call(proxy, "GET", "/v1/models")).status == 502
+    proxy.registry.remove(proxy.registry.ready(Role.DECODE)[0])
+    reply = await call(proxy, "GET", "/v1/models")
+    assert (reply.status, reply.error["type"]) == (503, "overloaded_error")

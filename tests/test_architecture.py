@@ -1,0 +1,94 @@
+"""
+The shape of the package: who may import whom, and what is public.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import epd_proxy
+
+ROOT = Path(epd_proxy.__file__).parent
+
+# Top to bottom: a module imports only from those above it. The README shows the same table.
+ORDER = [
+    "errors",
+    "config",
+    "payload",
+    "media",
+    "reports",
+    "references",
+    "chat",
+    "registry",
+    "selectors",
+    "asgi",
+    "upstream",
+    "calls",
+    "encode",
+    "prefill",
+    "decode",
+    "pipeline",
+    "admin",
+    "app",
+    "simulator",
+    "demo",
+    "cli",
+]
+
+
+def imports_of(path: Path) -> set[str]:
+    """The package's own modules that a file imports at run time."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("epd_proxy"):
+            inside = (node.module or "").split(".")[1:2]
+            names |= set(inside) if inside else {alias.name for alias in node.names}
+    return names & set(ORDER)
+
+
+def test_every_module_has_its_place_in_the_order() -> None:
+    modules = {path.stem for path in ROOT.glob("*.py")} | {
+        path.parent.name for path in ROOT.glob("*/__init__.py")
+    }
+    assert modules - {"__init__", "__main__"} == set(ORDER)
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_module_imports_only_from_modules_above_it(name: str) -> None:
+    paths = [ROOT / f"{name}.py"] if (ROOT / f"{name}.py").exists() else (ROOT / name).glob("*.py")
+    allowed = set(ORDER[: ORDER.index(name)]) | {name}
+    for path in paths:
+        assert imports_of(path) <= allowed
+
+
+def test_the_simulator_shares_nothing_with_the_proxy() -> None:
+    for path in (ROOT / "simulator").glob("*.py"):
+        assert imports_of(path) <= {"simulator"}
+
+
+def test_httpx_is_known_to_upstream_and_the_demo_alone() -> None:
+    users = {
+        path.stem
+        for path in ROOT.glob("*.py")
+        if any(
+            isinstance(node, ast.Import) and node.col_offset == 0 and node.names[0].name == "httpx"
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        )
+    }
+    assert users == {"upstream", "demo"}
+
+
+def test_the_readme_shows_the_modules_in_this_order() -> None:
+    readme = (ROOT.parent / "README.md").read_text(encoding="utf-8")
+    rows = [line.split("`")[1] for line in readme.splitlines() if line.startswith("| `")]
+    assert [row for row in rows if row in ORDER] == ORDER
+
+
+def test_public_names_are_listed_once_and_exist() -> None:
+    public = epd_proxy.__all__
+    assert sorted(set(public), key=str.lower) == sorted(public, key=str.lower)
+    assert all(hasattr(epd_proxy, name) for name in public)

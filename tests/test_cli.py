@@ -1,0 +1,316 @@
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import uvicorn
+
+import epd_proxy
+from epd_proxy import Config, EPDProxy, cli, demo
+from epd_proxy.config import flag_name
+from tests.processes import running
+
+DECODE = ["--decode", "http://d:8000"]
+
+
+class Served:
+    """What ``serve`` would have handed to uvicorn."""
+
+    app: Any
+    options: dict[str, Any]
+
+    def __call__(self, app: Any, **options: Any) -> None:
+        self.app = app
+        self.options = options
+
+    @property
+    def config(self) -> Config:
+        assert isinstance(self.app, EPDProxy)
+        return self.app.config
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Served:
+    seen = Served()
+    monkeypatch.setattr(uvicorn, "run", seen)
+    return seen
+
+
+def urls(instances: Any) -> list[str]:
+    return [instance.url for instance in instances]
+
+
+def test_vllms_flags_mean_the_same(served: Served) -> None:
+    line = (
+        "serve --host 0.0.0.0 --port 8001 --encode-servers-urls http://e1:1,http://e2:1"
+        " --prefill-servers-urls disable --decode-servers-urls http://d:1"
+        " --decode-retries 3 --no-rewrite --log-requests"
+    )
+    assert cli.main(line.split()) == 0
+    config = served.config
+    assert urls(config.encode) == ["http://e1:1", "http://e2:1"]
+    assert urls(config.prefill) == []
+    assert urls(config.decode) == ["http://d:1"]
+    assert (config.decode_retries, config.no_rewrite, config.log_requests) == (3, True, True)
+    assert (served.options["host"], served.options["port"]) == ("0.0.0.0", 8001)
+
+
+def test_the_short_flags_repeat_and_take_lists_and_weights(served: Served) -> None:
+    line = (
+        "serve --encode http://a,http://b=3 --encode http://c --prefill http://p --decode http://d"
+    )
+    assert cli.main(line.split()) == 0
+    found = [(one.url, one.weight) for one in served.config.encode]
+    assert found == [("http://a", 1), ("http://b", 3), ("http://c", 1)]
+    assert urls(served.config.prefill) == ["http://p"]
+
+
+def test_every_field_of_the_config_is_a_flag(served: Served) -> None:
+    values = {
+        "encode": "http://e",
+        "prefill": "http://p",
+        "decode": "http://d",
+        "encode_selector": "weighted",
+        "prefill_selector": "random",
+        "decode_selector": "random",
+        "encoder_batch_size": "4",
+        "decode_retries": "2",
+        "connect_timeout": "0.5",
+        "probe_timeout": "1.5",
+        "max_body_size": "64KiB",
+        "no_rewrite": None,
+        "trust_embeds": None,
+        "log_requests": None,
+    }
+    assert values.keys() == {field.name for field in msgspec.structs.fields(Config)}
+    line = [word for name, value in values.items() for word in (flag_name(name), value) if word]
+    assert cli.main(["serve", *line]) == 0
+    config = served.config
+    assert [config.encode_selector, config.prefill_selector] == ["weighted", "random"]
+    assert (config.encoder_batch_size, config.decode_retries) == (4, 2)
+    assert (config.connect_timeout, config.probe_timeout) == (0.5, 1.5)
+    assert config.max_body_size == 65536
+    assert config.no_rewrite
+    assert config.trust_embeds
+
+
+def test_by_default_it_listens_on_loopback_and_says_nothing_of_its_own(served: Served) -> None:
+    assert cli.main(["serve", *DECODE]) == 0
+    options = served.options
+    assert options["host"] == "127.0.0.1"
+    assert not options["server_header"]
+    assert not options["date_header"]
+    assert not options["access_log"]
+    assert options["log_config"]["loggers"]["epd_proxy"]["level"] == "INFO"
+    assert served.config == Config(decode="http://d:8000")
+
+
+def test_uvicorns_own_flags_are_passed_through(served: Served) -> None:
+    line = "--uds /tmp/s --log-level debug --ssl-keyfile k --ssl-certfile c --ssl-ciphers x"
+    assert cli.main(["serve", *DECODE, *line.split()]) == 0
+    assert served.options["uds"] == "/tmp/s"
+    assert served.options["log_level"] == "debug"
+    assert {name: served.options[f"ssl_{name}"] for name in ("keyfile", "certfile", "ciphers")} == {
+        "keyfile": "k",
+        "certfile": "c",
+        "ciphers": "x",
+    }
+    assert served.options["log_config"]["loggers"]["epd_proxy"]["level"] == "DEBUG"
+
+
+FILE = """
+host = "127.0.0.3"
+decode_retries = 7
+encoder_batch_size = 7
+connect_timeout = 7
+no_rewrite = true
+max_body_size = "7KiB"
+log_level = "warning"
+prefill = "http://p1, http://p2"
+
+[[encode]]
+url = "http://e1"
+weight = 3
+
+[[encode]]
+url = "http://e2"
+
+[[decode]]
+url = "http://d"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "proxy.toml"
+    path.write_text(FILE)
+    return str(path)
+
+
+def test_a_file_holds_the_flags_with_underscores_and_tables_of_instances(
+    served: Served, file: str
+) -> None:
+    assert cli.main(["serve", "--config", file]) == 0
+    config = served.config
+    assert [(one.url, one.weight) for one in config.encode] == [("http://e1", 3), ("http://e2", 1)]
+    assert urls(config.prefill) == ["http://p1", "http://p2"]
+    assert (config.decode_retries, config.connect_timeout, config.no_rewrite) == (7, 7.0, True)
+    assert config.max_body_size == 7 << 10
+    assert served.options["host"] == "127.0.0.3"
+    assert served.options["log_level"] == "warning"
+
+
+def test_a_value_comes_from_the_flag_then_our_variable_then_vllms_then_the_file(
+    served: Served, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPD_PROXY_CONFIG", file)
+    assert cli.main(["serve"]) == 0
+    assert served.config.encoder_batch_size == 7
+    monkeypatch.setenv("ENCODER_MAX_BATCH_SIZE", "6")
+    assert cli.main(["serve"]) == 0
+    assert served.config.encoder_batch_size == 6
+    monkeypatch.setenv("EPD_PROXY_ENCODER_BATCH_SIZE", "5")
+    assert cli.main(["serve"]) == 0
+    assert served.config.encoder_batch_size == 5
+    assert cli.main(["serve", "--encoder-batch-size", "4"]) == 0
+    assert served.config.encoder_batch_size == 4
+    assert served.config.decode_retries == 7
+
+
+def test_the_environment_has_comma_lists_switches_and_ports(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPD_PROXY_DECODE", "http://a, http://b=2")
+    monkeypatch.setenv("EPD_PROXY_ENCODE_SERVERS_URLS", "http://e")
+    monkeypatch.setenv("EPD_PROXY_NO_REWRITE", "true")
+    monkeypatch.setenv("EPD_PROXY_PORT", "81")
+    monkeypatch.setenv("EPD_PROXY_SSL_KEYFILE", "k")
+    assert cli.main(["serve"]) == 0
+    assert urls(served.config.decode) == ["http://a", "http://b"]
+    assert urls(served.config.encode) == ["http://e"]
+    assert served.config.no_rewrite
+    assert (served.options["port"], served.options["ssl_keyfile"]) == (81, "k")
+
+
+def test_none_on_the_line_wins_over_the_file(served: Served, file: str) -> None:
+    assert cli.main(["serve", "--config", file, "--encode", "none", "--prefill", ""]) == 0
+    assert served.config.encode == served.config.prefill == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("serve", "--decode"),
+        ("serve --decode none", "--decode"),
+        ("serve --decode h:1", "--decode"),
+        ("serve --decode http://d --encode ftp://e", "--encode"),
+        ("serve --decode http://d --decode-retries x", "--decode-retries"),
+        ("serve --decode http://d --encoder-batch-size -1", "--encoder-batch-size"),
+        ("serve --decode http://d --connect-timeout soon", "--connect-timeout"),
+        ("serve --decode http://d --max-body-size 1XB", "--max-body-size"),
+        ("serve --decode http://d --decode-selector best", "--decode-selector"),
+        ("serve --decode http://d --port 70000", "--port"),
+        ("serve --decode http://d --log-level loud", "--log-level"),
+        ("serve --decode http://d --nonsense", "--nonsense"),
+        ("serve --config /nowhere.toml", "--config"),
+        ("simulate --role boss", "--role"),
+        ("simulate", "--role"),
+        ("simulate --role decode --chunks 0", "--chunks"),
+        ("simulate --role decode --latency-ms -1", "--latency-ms"),
+        ("dance", "dance"),
+    ],
+)
+def test_wrong_words_stop_the_start_with_one_line_that_names_the_flag(
+    line: str, named: str, served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("epd-proxy: ")
+    assert err.count("\n") == 1
+    assert named in err
+    assert not hasattr(served, "app")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("decode_retrys = 1", "'decode_retrys'"),
+        ("config = 'x'", "'config'"),
+        ("decode_retries = [", "Invalid value"),
+        ("[[decode]]\nurl = 'http://d'\nwieght = 1", "wieght"),
+        ("[[decode]]\nurl = 'http://d'\n[[encode]]\nweight = 1", "--encode"),
+        ("decode = 5", "--decode"),
+        ("decode = 'http://d'\ndecode_retries = 'x'", "--decode-retries"),
+    ],
+)
+def test_a_wrong_file_stops_the_start_with_one_line(
+    text: str, named: str, tmp_path: Path, served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "proxy.toml"
+    path.write_text(text)
+    assert cli.main(["serve", "--config", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert named in err
+    assert not hasattr(served, "app")
+
+
+def test_version_and_help_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"epd-proxy, version {epd_proxy.__version__}\n"
+    assert cli.main(["serve", "--help"]) == 0
+    text = capsys.readouterr().out
+    for field in msgspec.structs.fields(Config):
+        assert flag_name(field.name) in text
+    assert cli.main([]) == 2
+    assert "simulate" in capsys.readouterr().err
+
+
+def test_an_interrupted_start_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(uvicorn, "run", interrupt)
+    assert cli.main(["serve", *DECODE]) == 130
+
+
+def test_simulate_serves_one_engine(served: Served) -> None:
+    line = "simulate --role encode --port 8105 --latency-ms 250 --chunks 3"
+    assert cli.main(line.split()) == 0
+    assert (served.app.role, served.app.latency, served.app.chunks) == ("encode", 0.25, 3)
+    assert (served.options["host"], served.options["port"]) == ("127.0.0.1", 8105)
+
+
+def test_the_demo_on_a_port_that_is_taken_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert cli.main(["demo", "--once", "--port", str(port)]) == 2
+    assert f"--port: cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_the_demo_shows_an_answer_and_who_served_which_stage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["demo", "--once", "--port", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "I was given 1 image (grid 1x6x8) and the words: What do you see?" in out
+    row = r"^{0} +{0}-\d +http://127\.0\.0\.1:\d+ +200 +\d+\.\d$"
+    for stage in ("encode", "prefill", "decode"):
+        assert len(re.findall(row.format(stage), out, re.MULTILINE)) == 1
+
+
+def test_the_module_is_the_same_command() -> None:
+    with running("--version") as process:
+        assert process.wait() == 0
+    assert process.output == f"epd-proxy, version {epd_proxy.__version__}\n"
+
+
+def test_the_demos_picture_is_a_real_png() -> None:
+    png = demo.picture_png(3, 2)
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    assert png[16:24] == (3).to_bytes(4, "big") + (2).to_bytes(4, "big")

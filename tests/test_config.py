@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from epd_proxy import Config, ConfigError, InstanceConfig
+from epd_proxy.config import parse_instances, parse_size
+
+D = "http://d:8000"
+
+
+def urls(value: Any) -> list[str]:
+    return [instance.url for instance in parse_instances(value)]
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("http://h:8000", "http://h:8000"),
+        ("http://h:8000/", "http://h:8000"),
+        ("HTTP://H:8000", "http://h:8000"),
+        ("http://h:80", "http://h"),
+        ("https://h:443/", "https://h"),
+        ("http://h:443", "http://h:443"),
+        ("http://h:1/pre/fix/", "http://h:1/pre/fix"),
+        ("http://h:1/Pre/Fix", "http://h:1/Pre/Fix"),
+        ("http://[::1]:8000", "http://[::1]:8000"),
+        ("http://[::1]", "http://[::1]"),
+    ],
+)
+def test_an_address_is_kept_in_one_spelling(given: str, kept: str) -> None:
+    assert urls(given) == [kept]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("h:1", "must start with http:// or https://"),
+        ("ftp://h", "must start with http:// or https://"),
+        ("http://u:p@h", "user name"),
+        ("http://h:99999", "Port out of range"),
+        ("http://h:x", "Port could not be cast"),
+        ("http://h:0", "port 0"),
+        ("http://", "no host"),
+        ("http://:80", "no host"),
+        ("http://[::1", "Invalid IPv6"),
+        ("http://h?x=a", "query"),
+        ("http://h#x", "query or a fragment"),
+        ("http://h h", "blanks"),
+        ("http://h\tx", "blanks or control"),
+        ("http://h=0", "> 0"),
+        ("http://h=many", "Expected `float`"),
+    ],
+)
+def test_an_address_nobody_can_call_is_refused_with_the_reason(given: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        Config(decode=[given])
+    assert caught.value.option == "--decode"
+
+
+def test_a_password_in_an_address_is_not_repeated() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(decode="http://user:secret@h")
+    assert "secret" not in str(caught.value)
+
+
+def test_instances_come_as_comma_lists_tables_and_values() -> None:
+    given = ["http://a, http://b=2.5", {"url": "http://c", "weight": 3}, InstanceConfig("http://d")]
+    assert [(one.url, one.weight) for one in parse_instances(given)] == [
+        ("http://a", 1.0),
+        ("http://b", 2.5),
+        ("http://c", 3.0),
+        ("http://d", 1.0),
+    ]
+
+
+@pytest.mark.parametrize("given", ["", "none", "NONE", "disable", "none,", [], ["none", ""]])
+def test_none_disable_and_nothing_stand_for_no_instance(given: Any) -> None:
+    assert parse_instances(given) == ()
+
+
+def test_the_same_address_in_two_spellings_is_one_instance() -> None:
+    assert urls("http://h:80,http://H/,http://h") == ["http://h"]
+
+
+def test_an_unknown_key_of_an_instance_is_refused() -> None:
+    with pytest.raises(ConfigError, match="wieght"):
+        Config(decode=[{"url": D, "wieght": 2}])
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [(7, 7), ("7", 7), ("64KiB", 65536), ("256MiB", 256 << 20), ("1 gib", 1 << 30)],
+)
+def test_a_size_is_bytes_or_text_with_a_unit(given: Any, size: int) -> None:
+    assert parse_size(given) == size
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "option"),
+    [
+        ("decode_retries", "x", "--decode-retries"),
+        ("encoder_batch_size", -1, "--encoder-batch-size"),
+        ("connect_timeout", -0.1, "--connect-timeout"),
+        ("connect_timeout", "soon", "--connect-timeout"),
+        ("max_body_size", "64kb", "--max-body-size"),
+        ("max_body_size", "-1", "--max-body-size"),
+        ("no_rewrite", "perhaps", "--no-rewrite"),
+        ("encode", 5, "--encode"),
+        ("encode_selector", 5, "--encode-selector"),
+    ],
+)
+def test_a_wrong_value_is_refused_under_its_flags_name(field: str, value: Any, option: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(decode=D, **{field: value})
+    assert caught.value.option == option
+    assert str(caught.value).startswith(f"{option}: ")
+
+
+def test_text_is_converted_wherever_it_comes_from() -> None:
+    text: dict[str, Any] = {
+        "decode_retries": "-1",
+        "connect_timeout": "0.5",
+        "max_body_size": "1KiB",
+        "no_rewrite": "true",
+    }
+    config = Config(decode=D, **text)
+    assert config.decode_retries == -1
+    assert config.connect_timeout == 0.5
+    assert config.max_body_size == 1024
+    assert config.no_rewrite is True
+
+
+def test_a_fleet_without_decode_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--decode: at least one decode server is needed"):
+        Config(encode="http://e")
+
+
+def test_an_unknown_field_is_refused() -> None:
+    unknown: dict[str, Any] = {"decode_retry": 1}
+    with pytest.raises(TypeError, match="decode_retry"):
+        Config(decode=D, **unknown)
+
+
+def test_a_config_does_not_change() -> None:
+    config = Config(decode=D)
+    with pytest.raises(AttributeError):
+        config.decode_retries = 5  # type: ignore[misc]

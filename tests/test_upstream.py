@@ -1,0 +1,209 @@
+"""
+What goes over the wire to an engine, and what of its answer comes back.
+"""
+
+from __future__ import annotations
+
+import gzip
+from typing import Any
+
+import httpx
+import pytest
+
+from epd_proxy import Config, EPDProxy, Instance, Role
+from epd_proxy.upstream import Buffers, Upstream, default_transport
+from tests.backends import Backends, ask, decoded, image
+from tests.driver import call, chat
+
+CALLERS = {
+    "authorization": "Bearer k",
+    "traceparent": "00-1",
+    "x-session-id": "s",
+    "x-vllm-priority": "-1",
+    "user-agent": "curl/8",
+    "accept": "*/*",
+    "x-foo": "1",
+    "x-bar": "2",
+    # The rest is for the proxy alone.
+    "host": "proxy:8000",
+    "connection": "keep-alive, X-Bar",
+    "content-length": "7",
+    "content-type": "application/json; charset=utf-8",
+    "content-encoding": "identity",
+    "transfer-encoding": "chunked",
+    "te": "trailers",
+    "trailer": "x",
+    "upgrade": "h2c",
+    "keep-alive": "5",
+    "proxy-authorization": "Basic x",
+    "expect": "100-continue",
+    "cookie": "a=b",
+    "x-data-parallel-rank": "7",
+    "x-prefiller-host-port": "10.0.0.1:1",
+    "x-encoder-hosts-ports": "10.0.0.1:1",
+}
+END_TO_END = {
+    "authorization",
+    "traceparent",
+    "x-session-id",
+    "x-vllm-priority",
+    "user-agent",
+    "accept",
+    "x-foo",
+}
+
+
+async def test_every_stage_gets_the_callers_end_to_end_headers_and_no_others() -> None:
+    backends = Backends(prefill=1)
+    await chat(backends.proxy(), ask(image()), {**CALLERS, "accept-encoding": "gzip"})
+    for engine in (backends.encode[0], backends.prefill[0], backends.decode[0]):
+        (request,) = engine.requests
+        own = {"host", "content-type", "content-length", "x-request-id"}
+        if engine is backends.decode[0]:
+            own |= {"accept-encoding"}
+        assert set(request.headers) == END_TO_END | own
+        assert {name: request.headers[name] for name in END_TO_END} == {
+            name: CALLERS[name] for name in END_TO_END
+        }
+        assert request.headers["host"] == request.url.netloc.decode()
+        assert request.headers["content-type"] == "application/json"
+        assert request.headers["content-length"] == str(len(request.content))
+
+
+async def test_without_accept_encoding_decode_is_asked_for_none() -> None:
+    backends = Backends()
+    await chat(backends.proxy(), ask(image()))
+    assert "accept-encoding" not in backends.decode[0].requests[0].headers
+
+
+async def test_repeated_headers_stay_repeated_and_hop_by_hop_ones_go() -> None:
+    backends = Backends()
+    headers = [
+        ("Set-Cookie", "a=1"),
+        ("set-cookie", "b=2"),
+        ("date", "then"),
+        ("server", "uvicorn"),
+        ("Connection", "close, X-Foo"),
+        ("x-foo", "1"),
+        ("keep-alive", "5"),
+        ("trailer", "x"),
+        ("transfer-encoding", "chunked"),
+        ("x-request-id", "the engine's"),
+    ]
+    backends.decode[0].answers(httpx.Response(200, headers=headers, content=b"{}"))
+    reply = await chat(backends.proxy(), ask(image()), {"x-request-id": "r1"})
+    assert reply.headers == [
+        ("set-cookie", "a=1"),
+        ("set-cookie", "b=2"),
+        ("date", "then"),
+        ("server", "uvicorn"),
+        ("content-length", "2"),
+        ("x-request-id", "r1"),
+    ]
+
+
+async def test_an_answer_that_came_compressed_stays_compressed() -> None:
+    backends = Backends()
+    content = gzip.compress(b"{}" * 500)
+
+    async def pieces() -> Any:
+        yield content[:9]
+        yield content[9:]
+
+    headers = {"content-encoding": "gzip", "content-type": "application/json"}
+    backends.decode[0].answers(httpx.Response(200, headers=headers, content=pieces()))
+    reply = await chat(backends.proxy(), ask(image()))
+    assert reply.body == content
+    assert reply.header("content-encoding") == "gzip"
+
+
+async def test_a_compressed_report_is_read_and_a_broken_one_is_a_502() -> None:
+    backends = Backends()
+
+    def compressed(content: bytes) -> httpx.Response:
+        async def body() -> Any:
+            yield content
+
+        return httpx.Response(200, headers={"content-encoding": "gzip"}, content=body())
+
+    backends.encode[0].answers(
+        compressed(gzip.compress(b'{"ec_transfer_params": {"h": {"metadata": {}}}}')),
+        compressed(b"no gzip"),
+    )
+    proxy = backends.proxy()
+    assert (await chat(proxy, ask(image()))).status == 200
+    assert "h" in backends.decode[0].bodies[0]["ec_transfer_params"]
+    reply = await chat(proxy, ask(image()))
+    assert (reply.status, reply.error["stage"]) == (502, "encode")
+    assert "cannot be read" in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("address", "target", "host"),
+    [
+        ("http://d:8000", "http://d:8000/v1/chat/completions", "d:8000"),
+        ("http://d/pre/fix/", "http://d/pre/fix/v1/chat/completions", "d"),
+        ("https://d:443", "https://d/v1/chat/completions", "d"),
+        ("http://[::1]:8000/", "http://[::1]:8000/v1/chat/completions", "[::1]:8000"),
+    ],
+)
+async def test_an_engine_is_called_below_its_address(address: str, target: str, host: str) -> None:
+    backends = Backends(encode=0)
+    route = backends.router.post(target).mock(return_value=decoded())
+    assert (await chat(backends.proxy(decode=address), ask(image()))).status == 200
+    (request,) = (each.request for each in route.calls)
+    assert str(request.url) == target
+    assert request.headers["host"] == host
+
+
+async def test_connecting_has_a_limit_and_nothing_else_has() -> None:
+    backends = Backends()
+    await chat(backends.proxy(), ask(image()))
+    await chat(backends.proxy(connect_timeout=0), ask(image()))
+    limits = [request.extensions["timeout"] for request in backends.decode[0].requests]
+    assert limits == [{"connect": 5.0}, {"connect": None}]
+
+
+class Looker(httpx.AsyncBaseTransport):
+    """Keeps the buffers of the last body."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        assert isinstance(request.stream, Buffers)
+        self.buffers = list(request.stream.buffers)
+        return decoded()
+
+
+async def test_a_body_is_sent_in_the_pieces_it_was_cut_into() -> None:
+    picture = "data:image/png;base64," + "QUJD" * 1000
+    transport = Looker()
+    proxy = EPDProxy(config=Config(decode="http://d"), transport=transport)
+    await chat(proxy, ask(image(picture), kv_transfer_params={"drop": "me"}))
+    assert [type(buffer) for buffer in transport.buffers] == [bytes, memoryview, bytes]
+    assert bytes(transport.buffers[1]) == b"QUJD" * 1000
+
+
+async def test_cookies_of_engines_are_not_kept() -> None:
+    backends = Backends()
+    backends.decode[0].answers(httpx.Response(200, headers={"set-cookie": "a=1"}))
+    proxy = backends.proxy()
+    await chat(proxy, ask(image()))
+    await chat(proxy, ask(image()))
+    assert "cookie" not in backends.decode[0].requests[1].headers
+
+
+async def test_a_redirect_is_not_followed() -> None:
+    backends = Backends()
+    headers = {"location": "http://elsewhere/"}
+    backends.decode[0].answers(httpx.Response(307, headers=headers))
+    backends.router.get("http://d0:8000/v1/models").mock(httpx.Response(302, headers=headers))
+    proxy = backends.proxy()
+    assert (await chat(proxy, ask(image()))).status == 307
+    assert (await call(proxy, "GET", "/v1/models")).status == 302
+
+
+async def test_the_default_transport_reaches_nobody_where_nobody_listens() -> None:
+    upstream = Upstream(default_transport(), Config(decode="http://d"))
+    with pytest.raises(Exception, match="could not be reached") as caught:
+        await upstream.get(Instance(Role.DECODE, "http://127.0.0.1:1"), "/health", [])
+    await upstream.aclose()
+    assert "127.0.0.1:1" in caught.value.log_line()  # type: ignore[attr-defined]
