@@ -68,11 +68,12 @@ def _raw_modalities(
 ) -> set[str]:
     """Modalities with an item that cannot be a reference, or with references unlike each other."""
     raw = {item.modality for item, _ in described if references[item.place] is None}
-    keys: dict[str, AbstractSet[str]] = {}
+    shapes: dict[str, AbstractSet[str]] = {}
     for item, features in described:
         for feature in features:
             # vLLM wants the same keys in all references of a modality.
-            if keys.setdefault(feature.modality, feature.metadata.keys()) != feature.metadata.keys():
+            keys = feature.metadata.keys()
+            if shapes.setdefault(feature.modality, keys) != keys:
                 raw.add(item.modality)
     return raw
 

@@ -177,7 +177,9 @@ def _owners(items: Sequence[Item], entries: Sequence[Entry]) -> dict[int, Entry]
         for index in _indices_of(entry, items):
             # A bool is an int too, but no position.
             if type(index) is not int or not 0 <= index < len(items):
-                raise Unmatched(f"position {index!r} among the {len(items)} of {_places(items)}")
+                raise Unmatched(
+                    f"position {index!r:.40} among the {len(items)} of {_places(items)}"
+                )
             if index in owners:
                 raise Unmatched(f"position {index} twice, which is {items[index].place}")
             owners[index] = entry
