@@ -2,8 +2,8 @@
 ``epd-proxy``: ``serve`` runs the proxy, ``simulate`` an engine to try it on, ``demo`` a fleet.
 
 A value comes from the flag, else ``EPD_PROXY_<FLAG>``, else vLLM's own variable where there is
-one, else the ``--config`` file, else the default. The flags of the proxy are the fields of ``Config``,
-those of the server are uvicorn's own.
+one, else the ``--config`` file, else the default. The flags of the proxy are the fields of
+``Config``, those of the server are uvicorn's own.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from epd_proxy.calls import Calls
 from epd_proxy.chat import Chat
 from epd_proxy.errors import UpstreamError
 from epd_proxy.media import Item
-from epd_proxy.payload import Buffer, Json, array_of, object_of
+from epd_proxy.payload import NO_JSON, Buffer, Json, array_of, object_of
 from epd_proxy.references import References, parts_for_consumer, transfer_params
 from epd_proxy.registry import Instance, Role
 from epd_proxy.reports import Feature, Report, Unmatched, match, parse_report
@@ -135,19 +135,23 @@ class _EncodeAnswer(msgspec.Struct):
     ec_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
+_ANSWER = msgspec.json.Decoder(_EncodeAnswer)
+
+
 def _report_of(content: bytes, instance: Instance) -> Report:
     try:
-        answer = msgspec.json.decode(content, type=_EncodeAnswer)
-    except (msgspec.DecodeError, ValueError) as exc:
+        answer = _ANSWER.decode(content)
+        report = parse_report(answer.ec_transfer_params)
+    except NO_JSON as exc:
         reason = "answered with what is no chat completion"
         raise UpstreamError(Role.ENCODE, instance.url, reason, cause=str(exc)) from exc
     if ended := _finish_reasons(answer.choices) & {"abort", "error"}:
         reason = f"gave up: finish_reason {ended.pop()}"
         raise UpstreamError(Role.ENCODE, instance.url, reason)
-    return parse_report(answer.ec_transfer_params)
+    return report
 
 
-def _finish_reasons(choices: Any) -> set[Any]:
+def _finish_reasons(choices: Any) -> set[str]:
     found = choices if isinstance(choices, list) else []
     reasons = [choice.get("finish_reason") for choice in found if isinstance(choice, dict)]
     return {reason for reason in reasons if isinstance(reason, str)}

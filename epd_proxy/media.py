@@ -199,7 +199,7 @@ def _kind_of(part: dict[str, Any]) -> str | None:
 
 def _name_of(payload: Payload, place: Place, kind: str, part: dict[str, Any]) -> str | None:
     uuid = part.get("uuid")
-    if uuid is None or uuid == "":
+    if not uuid:
         if kind in MODALITY and _is_empty(kind, part):
             raise RequestError(
                 f"{place}: the {kind} part has neither media nor a uuid", param=str(place)

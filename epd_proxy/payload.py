@@ -33,6 +33,13 @@ Buffer: TypeAlias = bytes | memoryview
 Json: TypeAlias = bytes | msgspec.Raw
 """A JSON value as text, a piece of a skeleton."""
 
+# Made once: a decoder costs more than what it decodes here.
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ELEMENTS = msgspec.json.Decoder(list[msgspec.Raw])
+
+# What is thrown by bytes that are not JSON; `msgspec.Raw` lets some of them through at first.
+NO_JSON = (msgspec.DecodeError, ValueError, RecursionError)
+
 TOO_DEEP = "the request body is nested too deeply"
 
 _MARK = f"cut{secrets.token_hex(8)}"
@@ -120,12 +127,12 @@ class Payload:
 
 def fields_of(value: Json) -> dict[str, msgspec.Raw]:
     """The members of a JSON object."""
-    return msgspec.json.decode(value, type=dict[str, msgspec.Raw])
+    return _FIELDS.decode(value)
 
 
 def elements_of(value: Json) -> list[msgspec.Raw]:
     """The elements of a JSON array."""
-    return msgspec.json.decode(value, type=list[msgspec.Raw])
+    return _ELEMENTS.decode(value)
 
 
 def object_of(fields: Mapping[str, Json]) -> bytes:
@@ -167,7 +174,7 @@ def _reason(body: bytes, exc: Exception) -> str:
     # The skeleton's positions mean nothing to the caller.
     try:
         msgspec.json.decode(body)
-    except (msgspec.DecodeError, ValueError, RecursionError) as whole:
+    except NO_JSON as whole:
         exc = whole
     return f"the request body is not valid JSON: {exc}"
 

@@ -5,6 +5,7 @@ One chat request from top to bottom: encode, prefill, decode, and all of it agai
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 
 from epd_proxy.asgi import Exchange
 from epd_proxy.calls import Calls
@@ -16,7 +17,7 @@ from epd_proxy.media import Item
 from epd_proxy.payload import Json
 from epd_proxy.prefill import prefill
 from epd_proxy.references import References
-from epd_proxy.registry import Role
+from epd_proxy.registry import Instance, Role
 from epd_proxy.selectors import Selection
 from epd_proxy.upstream import Upstream
 
@@ -38,29 +39,27 @@ class Pipeline:
         )
 
     async def __call__(self, exchange: Exchange) -> None:
-        """Raises ProxyError, once decode's head is out UpstreamError alone."""
+        """Raises ProxyError; once decode's head is out, UpstreamError alone."""
         body = await exchange.read(self._config.max_body_size)
         chat = Chat(body, trust_embeds=self._config.trust_embeds)
         calls = Calls(exchange, self._selection, self._upstream)
-        # The engine's beam search drops what the stages would hand to each other.
-        alone = chat.uses_beam_search
-        encodes = bool(chat.media) and not alone and calls.has(Role.ENCODE)
-        prefills = not alone and calls.has(Role.PREFILL)
-        calls.has(Role.DECODE)
-        items = await chat.items() if encodes else []
-        failed = None
-        for retries_left in reversed(range(max(0, self._config.decode_retries) + 1)):
+        roles = _roles_for(chat, calls)
+        items = await chat.items() if Role.ENCODE in roles else []
+        retries_left = max(0, self._config.decode_retries)
+        failed: Instance | None = None
+        while True:
             references = await self._references(calls, chat, items)
-            transfer = await self._transfer(calls, chat, references, prefills=prefills)
+            transfer = await self._transfer(calls, chat, references, roles)
             instance = calls.pick(Role.DECODE, avoid=failed)
             with instance.in_use():
                 async with decode(calls, instance, chat, references.parts, transfer) as answer:
                     if answer.status != 500 or not retries_left:
                         await relay(answer, exchange)
                         return
-            # Decode may have spent the handle and the embeddings: nothing of this attempt is
-            # used again.
+            # Decode may have spent the handle and the embeddings: nothing of this attempt serves
+            # the next.
             failed = instance
+            retries_left -= 1
 
     async def _references(self, calls: Calls, chat: Chat, items: list[Item]) -> References:
         if items:
@@ -68,12 +67,21 @@ class Pipeline:
         return References({}, None, stand_for_media=bool(chat.embedded))
 
     async def _transfer(
-        self, calls: Calls, chat: Chat, references: References, *, prefills: bool
+        self, calls: Calls, chat: Chat, references: References, roles: AbstractSet[Role]
     ) -> Mapping[str, Json]:
         """What decode is told of the caches that hold its prompt."""
-        if prefills:
+        if Role.PREFILL in roles:
             handle = await prefill(calls, chat, references)
             return {} if handle is None else {"kv_transfer_params": handle}
         if references.transfer is None:
             return {}
         return {"ec_transfer_params": references.transfer}
+
+
+def _roles_for(chat: Chat, calls: Calls) -> AbstractSet[Role]:
+    """Who takes part. Raises NoInstance (503) before anybody is troubled in vain."""
+    wanted = {Role.DECODE}
+    # The engine's beam search drops what the stages would hand to each other.
+    if not chat.uses_beam_search:
+        wanted |= {Role.PREFILL, Role.ENCODE} if chat.media else {Role.PREFILL}
+    return {role for role in wanted if calls.has(role)}

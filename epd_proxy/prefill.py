@@ -9,7 +9,7 @@ import msgspec
 from epd_proxy.calls import Calls
 from epd_proxy.chat import Chat
 from epd_proxy.errors import UpstreamError
-from epd_proxy.payload import Json, encode
+from epd_proxy.payload import NO_JSON, Json, encode, is_object
 from epd_proxy.references import References
 from epd_proxy.registry import Role
 
@@ -30,6 +30,9 @@ class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
+_ANSWER = msgspec.json.Decoder(_PrefillAnswer)
+
+
 async def prefill(calls: Calls, chat: Chat, references: References) -> bytes | None:
     """
     ``kv_transfer_params`` for decode, verbatim; None if the server returned none.
@@ -44,13 +47,13 @@ async def prefill(calls: Calls, chat: Chat, references: References) -> bytes | N
     with instance.in_use():
         content = await calls.ask(instance, "p", body)
     try:
-        handle = msgspec.json.decode(content, type=_PrefillAnswer).kv_transfer_params
-    except (msgspec.DecodeError, ValueError) as exc:
+        handle = _ANSWER.decode(content).kv_transfer_params
+        is_handle = is_object(handle) and msgspec.json.decode(handle) != {}
+    except NO_JSON as exc:
         reason = "answered with what is no chat completion"
         raise UpstreamError(Role.PREFILL, instance.url, reason, cause=str(exc)) from exc
-    params = bytes(handle)
-    if params.startswith(b"{") and msgspec.json.decode(params):
-        return params
+    if is_handle:
+        return bytes(handle)
     if references.stand_for_media:
         raise UpstreamError(Role.PREFILL, instance.url, "returned no handle on its KV cache")
     return None

@@ -314,3 +314,10 @@ def test_the_demos_picture_is_a_real_png() -> None:
     png = demo.picture_png(3, 2)
     assert png.startswith(b"\x89PNG\r\n\x1a\n")
     assert png[16:24] == (3).to_bytes(4, "big") + (2).to_bytes(4, "big")
+
+
+def test_the_readme_names_every_flag() -> None:
+    readme = (Path(epd_proxy.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    table = readme.partition("### Flags and config")[2].partition("```toml")[0]
+    for field in msgspec.structs.fields(Config):
+        assert table.count(f"`{flag_name(field.name)}`") == 1

@@ -193,6 +193,9 @@ async def test_items_count_in_an_encoders_load_until_their_call_has_ended() -> N
         httpx.Response(200, content=b"<html>"),
         httpx.Response(200, json=[1]),
         httpx.Response(200, content=b'{"choices": [{"finish_reason": "\xff"}]}'),
+        httpx.Response(200, content=b'{"ec_transfer_params": {"h": {"item_indices": [1e400]}}}'),
+        httpx.Response(200, content=b'{"ec_transfer_params": {"h": {"modality": "\xff"}}}'),
+        httpx.Response(200, content=b'{"choices": %b}' % (b"[" * 5000 + b"]" * 5000)),
         httpx.Response(204),
         httpx.Response(302, headers={"location": "http://elsewhere"}),
         httpx.Response(500, json={"error": {"message": "secret"}}),
@@ -208,7 +211,7 @@ async def test_an_encoder_that_fails_is_a_502_of_the_encode_stage(answer: httpx.
     assert reply.status == 502
     assert reply.error["stage"] == "encode"
     assert reply.error["type"] == "upstream_error"
-    assert b"e0" not in reply.body
+    assert b"e0:8000" not in reply.body
     assert backends.decode[0].requests == []
 
 

@@ -216,6 +216,14 @@ def test_a_part_with_neither_media_nor_a_uuid_is_a_400_that_names_it(part: dict[
     assert caught.value.param == "messages[0].content[1]"
 
 
+@pytest.mark.parametrize("uuid", [b"null", b'""', b"0", b"false", b"{}", b"[]"])
+async def test_a_uuid_that_is_empty_as_vllms_proxy_sees_it_counts_as_none(uuid: bytes) -> None:
+    url = b"data:image/png;base64,AA=="
+    item = await item_of(b'{"type":"image_url","image_url":{"url":"%b"},"uuid":%b}' % (url, uuid))
+    assert item.key == hashlib.sha256(url).hexdigest()
+    assert item.uuid == json.dumps(item.key).encode()
+
+
 @pytest.mark.parametrize("payload", ["null", "{}", '{"url":""}', '"http://x"', "7"])
 @pytest.mark.parametrize(
     ("uuid", "key"),
@@ -228,7 +236,7 @@ def test_a_part_with_neither_media_nor_a_uuid_is_a_400_that_names_it(part: dict[
         (b'" "', " "),
         (b"7", "7"),
         (b"7.50", "7.5"),
-        (b"false", "False"),
+        (b"true", "True"),
         (b'{"a": 1}', "{'a': 1}"),
     ],
 )

@@ -108,7 +108,18 @@ async def test_no_handle_and_nothing_but_what_decode_can_read_itself_is_served()
     assert all("kv_transfer_params" not in body for body in backends.decode[0].bodies)
 
 
-@pytest.mark.parametrize("content", [b"", b"<html>", b"[]", b'{"kv_transfer_params":'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"<html>",
+        b"[]",
+        b'{"kv_transfer_params":',
+        b'{"kv_transfer_params":{"x":1e400}}',
+        b'{"kv_transfer_params":{"x":"\xff"}}',
+        b'{"kv_transfer_params":%b}' % (b'{"x":' * 5000 + b"1" + b"}" * 5000),
+    ],
+)
 async def test_a_prefill_answer_that_cannot_be_read_is_a_502(content: bytes) -> None:
     backends = epd(encode=0)
     backends.prefill[0].answers(httpx.Response(200, content=content))
