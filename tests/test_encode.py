@@ -195,7 +195,7 @@ async def test_items_count_in_an_encoders_load_until_their_call_has_ended() -> N
         httpx.Response(200, content=b'{"choices": [{"finish_reason": "\xff"}]}'),
         httpx.Response(200, content=b'{"ec_transfer_params": {"h": {"item_indices": [1e400]}}}'),
         httpx.Response(200, content=b'{"ec_transfer_params": {"h": {"modality": "\xff"}}}'),
-        httpx.Response(200, content=b'{"choices": %b}' % (b"[" * 5000 + b"]" * 5000)),
+        httpx.Response(200, content=b'{"choices": %b}' % (b"[" * 100_000 + b"]" * 100_000)),
         httpx.Response(204),
         httpx.Response(302, headers={"location": "http://elsewhere"}),
         httpx.Response(500, json={"error": {"message": "secret"}}),

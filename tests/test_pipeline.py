@@ -117,7 +117,7 @@ async def test_no_handle_and_nothing_but_what_decode_can_read_itself_is_served()
         b'{"kv_transfer_params":',
         b'{"kv_transfer_params":{"x":1e400}}',
         b'{"kv_transfer_params":{"x":"\xff"}}',
-        b'{"kv_transfer_params":%b}' % (b'{"x":' * 5000 + b"1" + b"}" * 5000),
+        b'{"kv_transfer_params":%b}' % (b'{"x":' * 100_000 + b"1" + b"}" * 100_000),
     ],
 )
 async def test_a_prefill_answer_that_cannot_be_read_is_a_502(content: bytes) -> None:
