@@ -53,7 +53,7 @@ class Calls:
             return content
         if 400 <= answer.status < 500 or answer.status in _TELLING:
             headers = [pair for pair in answer.headers if pair[0].lower() in _REFUSAL_HEADERS]
-            raise EngineRefusal(instance.role, answer.status, headers, content)
+            raise EngineRefusal(instance.role, instance.url, answer.status, headers, content)
         raise UpstreamError(instance.role, instance.url, f"answered with status {answer.status}")
 
     def open(

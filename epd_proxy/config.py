@@ -10,6 +10,7 @@ Times are float seconds, sizes are bytes.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
@@ -34,10 +35,12 @@ class InstanceConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     url: str
-    weight: Annotated[float, Meta(gt=0)] = 1.0
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "url", normalised_url(self.url))
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f"{self.url}: weight {self.weight:g} is not above 0, or not finite")
 
 
 def normalised_url(text: str) -> str:

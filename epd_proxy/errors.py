@@ -102,14 +102,18 @@ class NoInstance(ProxyError):
 class EngineRefusal(ProxyError):
     """An engine refused the request; the caller gets its words, not ours."""
 
-    def __init__(self, stage: str, status: int, headers: RawHeaders, body: bytes) -> None:
-        super().__init__(f"{stage} refused the request with status {status}", stage=stage)
+    def __init__(self, stage: str, url: str, status: int, headers: RawHeaders, body: bytes) -> None:
+        super().__init__(f"the {stage} server refused the request", stage=stage)
+        self.url = url
         self.status = status
         self.headers = headers
         self.body = body
 
     def answer(self, request_id: str) -> tuple[RawHeaders, bytes]:
         return self.headers, self.body
+
+    def log_line(self) -> str:
+        return f"{self.message} ({self.url})"
 
 
 class UpstreamError(ProxyError):

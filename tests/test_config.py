@@ -49,7 +49,10 @@ def test_an_address_is_kept_in_one_spelling(given: str, kept: str) -> None:
         ("http://h#x", "query or a fragment"),
         ("http://h h", "blanks"),
         ("http://h\tx", "blanks or control"),
-        ("http://h=0", "> 0"),
+        ("http://h=0", "weight 0 is not above 0"),
+        ("http://h=-1", "weight -1 is not above 0"),
+        ("http://h=inf", "weight inf is not above 0, or not finite"),
+        ("http://h=nan", "weight nan"),
         ("http://h=many", "Expected `float`"),
     ],
 )

@@ -53,8 +53,10 @@ def test_a_wrong_method_is_told_the_right_ones() -> None:
 
 
 def test_an_engines_refusal_is_its_own_words() -> None:
-    error = EngineRefusal("encode", 422, [(b"content-type", b"text/html")], b"<p>no</p>")
-    assert error.answer("r1") == ([(b"content-type", b"text/html")], b"<p>no</p>")
+    headers = [(b"content-type", b"text/html")]
+    error = EngineRefusal("encode", "http://e:1", 422, headers, b"<p>no</p>")
+    assert error.answer("r1") == (headers, b"<p>no</p>")
+    assert error.log_line() == "the encode server refused the request (http://e:1)"
 
 
 def test_the_address_of_an_engine_is_for_the_log_and_not_for_callers() -> None:
