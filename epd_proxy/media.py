@@ -29,11 +29,11 @@ from epd_proxy.payload import (
     Payload,
     array_of,
     elements_of,
-    encode,
     fields_of,
     is_string,
     object_of,
     size_of,
+    to_json,
 )
 
 MODALITY = {
@@ -114,7 +114,7 @@ class Item(NamedTuple):
         if is_string(payload) and self.kind != "input_audio":
             payload = b'{"url":%b}' % payload
         uuid = {"uuid": self.part["uuid"]} if "uuid" in self.part else {}
-        return {"type": encode(self.kind), self.kind: payload, **uuid, **self.extras()}
+        return {"type": to_json(self.kind), self.kind: payload, **uuid, **self.extras()}
 
     def for_encode(self) -> dict[str, Json]:
         return {**self.canonical(), "uuid": self.uuid}
@@ -237,7 +237,7 @@ async def items_of(payload: Payload, messages: Messages, parts: Sequence[Part]) 
 
 def _item(part: Part, fields: dict[str, msgspec.Raw], digest: str | None) -> Item:
     key = digest or part.name or ""
-    return Item(part.place, part.kind, key, encode(key) if digest else fields["uuid"], fields)
+    return Item(part.place, part.kind, key, to_json(key) if digest else fields["uuid"], fields)
 
 
 def _content_of(payload: Payload, part: Part) -> list[Buffer]:

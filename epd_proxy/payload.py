@@ -137,7 +137,7 @@ def elements_of(value: Json) -> list[msgspec.Raw]:
 
 def object_of(fields: Mapping[str, Json]) -> bytes:
     """A JSON object of members that are JSON already."""
-    members = (b"%b:%b" % (encode(name), value) for name, value in fields.items())
+    members = (b"%b:%b" % (to_json(name), value) for name, value in fields.items())
     return b"{" + b",".join(members) + b"}"
 
 
@@ -146,7 +146,7 @@ def array_of(elements: Iterable[Json]) -> bytes:
     return b"[" + b",".join(elements) + b"]"
 
 
-encode = msgspec.json.encode
+to_json = msgspec.json.encode
 
 
 def size_of(buffers: Iterable[Buffer]) -> int:

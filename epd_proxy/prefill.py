@@ -9,12 +9,12 @@ import msgspec
 from epd_proxy.calls import Calls
 from epd_proxy.chat import Chat
 from epd_proxy.errors import UpstreamError
-from epd_proxy.payload import NO_JSON, Json, encode, is_object
+from epd_proxy.payload import NO_JSON, Json, is_object, to_json
 from epd_proxy.references import References
 from epd_proxy.registry import Role
 
 # vLLM's NIXL connector, ``vllm/distributed/kv_transfer/kv_connector/v1/nixl/``.
-_ASK_FOR_HANDLE = encode(
+_ASK_FOR_HANDLE = to_json(
     {
         "do_remote_decode": True,
         "do_remote_prefill": False,

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from epd_proxy.media import EMBEDS, Item, Place
-from epd_proxy.payload import Json, array_of, elements_of, encode, is_array, object_of
+from epd_proxy.payload import Json, array_of, elements_of, is_array, object_of, to_json
 from epd_proxy.reports import Feature
 
 Described: TypeAlias = tuple[Item, tuple[Feature, ...]]
@@ -91,7 +91,7 @@ def _reference(item: Item, features: Iterable[Feature]) -> dict[str, Json] | Non
     kind = f"{item.modality}_embeds"
     if kind not in embeds:
         return None
-    return {"type": encode(kind), **embeds, "uuid": item.uuid, **item.extras()}
+    return {"type": to_json(kind), **embeds, "uuid": item.uuid, **item.extras()}
 
 
 def _flat(value: msgspec.Raw) -> bytes | None:
@@ -128,7 +128,7 @@ def transfer_params(
     for report in handles:
         params.update(report)
     ids = [
-        encode({"mm_hash": feature.mm_hash, "transfer_id": feature.transfer_id})
+        to_json({"mm_hash": feature.mm_hash, "transfer_id": feature.transfer_id})
         for feature in features
         if feature.transfer_id is not None
     ]

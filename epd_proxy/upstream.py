@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Self
 
 import httpx
@@ -119,12 +118,7 @@ class Answer:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self._response.aclose()
 
 

@@ -13,13 +13,13 @@ from epd_proxy.payload import (
     Payload,
     array_of,
     elements_of,
-    encode,
     fields_of,
     is_array,
     is_object,
     is_string,
     object_of,
     size_of,
+    to_json,
 )
 
 LONG = b"iVBORw0KGgo+/" * 400  # 5200 letters, a multiple of four
@@ -272,4 +272,4 @@ def test_json_values_are_told_apart_by_their_first_byte() -> None:
     assert [is_object(value) for value in values] == [True, False, False, False]
     assert [is_array(value) for value in values] == [False, True, False, False]
     assert [is_string(value) for value in values] == [False, False, True, False]
-    assert size_of([b"ab", memoryview(b"c"), encode(1)]) == 4
+    assert size_of([b"ab", memoryview(b"c"), to_json(1)]) == 4
