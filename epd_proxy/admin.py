@@ -13,7 +13,7 @@ from epd_proxy.config import Config
 from epd_proxy.decode import relay
 from epd_proxy.errors import RawHeaders, UpstreamError
 from epd_proxy.registry import Instance, Role
-from epd_proxy.selectors import Selection
+from epd_proxy.selectors import RoundRobin, Selection
 from epd_proxy.upstream import Upstream, forwarded_headers
 
 _JSON: RawHeaders = [(b"content-type", b"application/json")]
@@ -26,6 +26,8 @@ class Admin:
         self._timeout = config.probe_timeout or None
         self._selection = selection
         self._upstream = upstream
+        # A rotation of its own: questions about models must not shift that of the answers.
+        self._informants = RoundRobin()
 
     async def live(self, exchange: Exchange) -> None:
         """200 as long as the process answers at all."""
@@ -63,7 +65,7 @@ class Admin:
 
     async def models(self, exchange: Exchange) -> None:
         """The list of models of a decode server. Raises NoInstance, UpstreamError."""
-        instance = self._selection.pick(Role.DECODE)
+        instance = self._informants.pick(self._selection.ready(Role.DECODE), None)
         headers = forwarded_headers(exchange.headers.raw)
         with instance.in_use():
             async with await self._upstream.get(instance, "/v1/models", headers) as answer:

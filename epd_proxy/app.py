@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
-from weakref import WeakKeyDictionary
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,9 +20,9 @@ from epd_proxy.asgi import Exchange, local_path
 from epd_proxy.config import Config
 from epd_proxy.errors import ConfigError, MethodNotAllowed, NotFound, ProxyError
 from epd_proxy.pipeline import Pipeline
-from epd_proxy.registry import Registry
+from epd_proxy.registry import Registry, Role
 from epd_proxy.selectors import Selection
-from epd_proxy.upstream import CHAT_PATH, Upstream, default_transport
+from epd_proxy.upstream import CHAT_PATH, Upstream, check_address, default_transport
 
 if TYPE_CHECKING:
     import httpx
@@ -76,31 +75,31 @@ class EPDProxy:
         self.app = app
         self.config = config
         self.registry = Registry.of(config)
+        _check_addresses(self.registry)
         self._selection = Selection.of(config, self.registry)
         self._transport = transport
         self._routes = _own_routes(app, paths)
-        self._runtimes: WeakKeyDictionary[asyncio.AbstractEventLoop, Runtime] = WeakKeyDictionary()
+        self._runtimes: dict[asyncio.AbstractEventLoop, Runtime] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             methods = self._routes.get(local_path(scope), {})
-            if name := methods.get(scope["method"]):
-                await self._serve(name, Exchange(scope, receive, send))
-            elif self.app is not None:
+            if scope["method"] not in methods and self.app is not None:
                 await self.app(scope, receive, send)
             else:
-                await self._decline(Exchange(scope, receive, send), methods)
+                await self._serve(methods, Exchange(scope, receive, send))
         elif scope["type"] == "lifespan":
-            await self._live(scope, receive, send)
+            await self._pass_lifespan(scope, receive, send)
         elif self.app is not None:
             await self.app(scope, receive, send)
         else:
             await WebSocketClose()(scope, receive, send)
 
-    async def _serve(self, name: str, exchange: Exchange) -> None:
+    async def _serve(self, methods: Methods, exchange: Exchange) -> None:
         began = time.perf_counter()
         try:
-            await self._runtime().handlers[name](exchange)
+            handler = self._runtime().handlers[_name_of(exchange.scope, methods)]
+            await handler(exchange)
         except ClientDisconnect:
             return
         except Exception as exc:
@@ -114,14 +113,7 @@ class EPDProxy:
             if self.config.log_requests:
                 _log_request(exchange, time.perf_counter() - began)
 
-    async def _decline(self, exchange: Exchange, methods: Methods) -> None:
-        method, path = exchange.scope["method"], exchange.scope["path"]
-        if methods:
-            await exchange.fail(MethodNotAllowed(method, ", ".join(methods)))
-        else:
-            await exchange.fail(NotFound(f"there is nothing at {path}"))
-
-    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass_lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def close_before_the_end(message: Message) -> None:
             if message["type"].startswith("lifespan.shutdown."):
                 await self.aclose()
@@ -160,6 +152,8 @@ class EPDProxy:
         loop = asyncio.get_running_loop()
         runtime = self._runtimes.get(loop)
         if runtime is None:
+            # Its connections keep a loop alive, so a map of weak references would not do.
+            self._runtimes = {one: r for one, r in self._runtimes.items() if not one.is_closed()}
             runtime = self._runtimes[loop] = self._start()
         return runtime
 
@@ -177,6 +171,13 @@ class EPDProxy:
         )
 
 
+def _check_addresses(registry: Registry) -> None:
+    for role in Role:
+        if registry.is_configured(role):
+            for instance in registry.ready(role):
+                check_address(instance)
+
+
 def _own_routes(app: ASGIApp | None, paths: Iterable[str]) -> Mapping[str, Methods]:
     if app is None:
         return ROUTES
@@ -184,6 +185,15 @@ def _own_routes(app: ASGIApp | None, paths: Iterable[str]) -> Mapping[str, Metho
     if unknown := claimed - ROUTES.keys():
         raise ConfigError("paths", f"{sorted(unknown)} are none of {', '.join(ROUTES)}")
     return {path: ROUTES[path] for path in claimed}
+
+
+def _name_of(scope: Scope, methods: Methods) -> str:
+    """The handler's name. Raises NotFound (404), MethodNotAllowed (405)."""
+    if not methods:
+        raise NotFound(f"there is nothing at {scope['path']}")
+    if scope["method"] not in methods:
+        raise MethodNotAllowed(scope["method"], ", ".join(methods))
+    return methods[scope["method"]]
 
 
 def _as_proxy_error(exc: Exception, exchange: Exchange) -> ProxyError:

@@ -23,6 +23,7 @@ from epd_proxy import demo
 from epd_proxy.app import EPDProxy
 from epd_proxy.config import Config, flag_name, flag_of
 from epd_proxy.errors import ConfigError
+from epd_proxy.servers import check
 from epd_proxy.simulator import Simulator
 
 _PROGRAM = "epd-proxy"
@@ -154,9 +155,12 @@ def serve(**values: Any) -> None:
     fields = {field.name for field in msgspec.structs.fields(Config)}
     config = Config(**{name: value for name, value in given.items() if name in fields})
     server = {name: value for name, value in given.items() if name not in fields}
+    proxy = EPDProxy(config=config)
+    options = {"host": values["host"], "port": values["port"], **server}
+    check(proxy, options)
     uvicorn.run(
-        EPDProxy(config=config),
-        **{"host": _LOCALHOST, **server},
+        proxy,
+        **options,
         loop="auto",
         http="auto",
         lifespan="on",
@@ -188,6 +192,7 @@ def simulate(role: str, host: str, port: int, model: str, latency_ms: float, chu
     engine = Simulator(
         role, model=model, latency=latency_ms / 1e3, chunks=chunks, name=f"{role}-{port}"
     )
+    check(engine, {"host": host, "port": port})
     uvicorn.run(engine, host=host, port=port, log_level="info", access_log=False)
 
 

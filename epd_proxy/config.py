@@ -10,6 +10,7 @@ Times are float seconds, sizes are bytes.
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +23,8 @@ from msgspec import Meta, Struct
 from epd_proxy.errors import ConfigError
 
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+# Names in other scripts are for the resolver's rules to judge.
+_HOST = re.compile(r"[a-z0-9._-]+|.*[^\x00-\x7f].*")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -56,6 +59,10 @@ def normalised_url(text: str) -> str:
         raise ValueError(f"{text!r} must not hold a query or a fragment")
     if not parts.hostname:
         raise ValueError(f"{text!r} has no host")
+    if "[" in parts.netloc:
+        ipaddress.IPv6Address(parts.hostname)
+    elif not _HOST.fullmatch(parts.hostname):
+        raise ValueError(f"{text!r}: {parts.hostname!r} is no host")
     try:
         port = parts.port
     except ValueError as exc:
@@ -75,9 +82,10 @@ def parse_instances(value: Any) -> tuple[InstanceConfig, ...]:
     An address may carry a weight, ``http://host:8000=5``. ``none``, ``disable`` and nothing at all
     stand for no instance. An address that comes twice counts once.
     """
-    entries = [value] if isinstance(value, str | Mapping | InstanceConfig) else list(value)
+    if value is None or isinstance(value, str | Mapping | InstanceConfig):
+        value = [value or "none"]
     found: dict[str, InstanceConfig] = {}
-    for entry in entries:
+    for entry in value:
         for instance in _instances_of(entry):
             found.setdefault(instance.url, instance)
     return tuple(found.values())
@@ -176,7 +184,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float, NotNegative, Flag("seconds an engine has to answer GET /health; 0: no limit")
     ] = 2.0
     max_body_size: Annotated[
-        int, NotNegative, Flag("largest request body: bytes, or 256MiB", parse=parse_size)
+        int, Meta(ge=1), Flag("largest request body: bytes, or 256MiB", parse=parse_size)
     ] = 256 << 20
     log_requests: Annotated[bool, Flag("log a line for every request")] = False
 

@@ -12,21 +12,19 @@ import base64
 import contextlib
 import json
 import signal
-import socket
 import struct
 import zlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
-import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from epd_proxy.app import EPDProxy
 from epd_proxy.asgi import Step
 from epd_proxy.config import Config
-from epd_proxy.errors import ConfigError
+from epd_proxy.servers import serving
 from epd_proxy.simulator import Simulator
 from epd_proxy.upstream import CHAT_PATH
 
@@ -112,46 +110,6 @@ async def fleet() -> AsyncIterator[Mapping[str, Sequence[str]]]:
                 url = await stack.enter_async_context(serving(engine, "127.0.0.1", 0))
                 urls.setdefault(role, []).append(url)
         yield urls
-
-
-@asynccontextmanager
-async def serving(app: ASGIApp, host: str, port: int) -> AsyncIterator[str]:
-    """uvicorn in this event loop, listening: the address it is reached at."""
-    try:
-        listener = socket.create_server((host, port))
-    except OSError as exc:
-        raise ConfigError("--port", f"cannot listen on {host}:{port}: {exc.strerror}") from None
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        server_header=False,
-        date_header=False,
-        timeout_graceful_shutdown=2,
-    )
-    server = _Server(config)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    await server.is_ready.wait()
-    try:
-        yield f"http://{host}:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await task
-
-
-class _Server(uvicorn.Server):
-    """One of several in a process: leaves signals alone, tells when it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.is_ready = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.is_ready.set()
 
 
 async def _ask(url: str) -> None:

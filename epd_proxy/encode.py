@@ -35,7 +35,7 @@ class Group(NamedTuple):
     """The index in the request of the first item."""
     items: list[Item]
     leases: ExitStack
-    """Keeps the items in the instance's load until the call has ended."""
+    """The items' share in the instance's load: given back when the call ends, or the stage."""
 
 
 class Encoded(NamedTuple):

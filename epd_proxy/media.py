@@ -186,14 +186,17 @@ def _walk(payload: Payload, messages: list[Any]) -> Iterator[Part]:
 
 def _kind_of(part: dict[str, Any]) -> str | None:
     """The key by which vLLM reads the part; None if it does not read it as media."""
-    kind = part.get("type")
-    if kind is None or part.get("uuid") is not None:
+    kind, uuid = part.get("type"), part.get("uuid")
+    if kind is None or uuid is not None:
         keys: Iterable[str] = _BY_KEY
         if kind == "video_embeds":
             keys = (key for key in _BY_KEY if key != "audio_embeds")
-        kind = next((key for key in keys if key in part), None)
-    elif kind == "input_image":
-        kind = "image_url"
+        found = next((key for key in keys if key in part), None)
+        # An empty uuid is ours to replace: without a payload the type says what is missing.
+        if found or uuid:
+            return found if found in PAYLOAD_KEYS else None
+    if kind == "input_image":
+        return "image_url"
     return kind if isinstance(kind, str) and kind in PAYLOAD_KEYS else None
 
 

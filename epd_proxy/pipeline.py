@@ -4,6 +4,7 @@ One chat request from top to bottom: encode, prefill, decode, and all of it agai
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
@@ -19,7 +20,9 @@ from epd_proxy.prefill import prefill
 from epd_proxy.references import References
 from epd_proxy.registry import Instance, Role
 from epd_proxy.selectors import Selection
-from epd_proxy.upstream import Upstream
+from epd_proxy.upstream import Answer, Upstream
+
+logger = logging.getLogger("epd_proxy")
 
 
 class Pipeline:
@@ -53,7 +56,10 @@ class Pipeline:
             instance = calls.pick(Role.DECODE, avoid=failed)
             with instance.in_use():
                 async with decode(calls, instance, chat, references.parts, transfer) as answer:
-                    if answer.status != 500 or not retries_left:
+                    redo = answer.status == 500 and retries_left > 0
+                    if answer.status >= 500:
+                        _log_failure(exchange, answer, redo=redo)
+                    if not redo:
                         await relay(answer, exchange)
                         return
             # Decode may have spent the handle and the embeddings: nothing of this attempt serves
@@ -76,6 +82,16 @@ class Pipeline:
         if references.transfer is None:
             return {}
         return {"ec_transfer_params": references.transfer}
+
+
+def _log_failure(exchange: Exchange, answer: Answer, *, redo: bool) -> None:
+    logger.warning(
+        "request %s: %s the decode server answered so, %s (%s)",
+        exchange.request_id,
+        answer.status,
+        "everything is done again" if redo else "which is passed on",
+        answer.instance.url,
+    )
 
 
 def _roles_for(chat: Chat, calls: Calls) -> AbstractSet[Role]:

@@ -66,6 +66,7 @@ def _one_token(chat: Chat) -> dict[str, Json | None]:
         "stream_options": None,
         "max_tokens": b"1",
         "min_tokens": None,
+        "request_id": None,
         "kv_transfer_params": _ASK_FOR_HANDLE,
     }
     fields |= {name: b"1" for name in ("max_completion_tokens", "n") if name in chat.payload.tree}

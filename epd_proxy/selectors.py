@@ -150,7 +150,7 @@ class Selection:
         """Whether the fleet has the role. Raises NoInstance (503) if it has, but nobody ready."""
         if not self.registry.is_configured(role):
             return False
-        self._ready(role)
+        self.ready(role)
         return True
 
     def pick(
@@ -161,12 +161,13 @@ class Selection:
 
         Raises NoInstance (503).
         """
-        ready = self._ready(role)
+        ready = self.ready(role)
         if avoid is not None and len(ready) > 1:
             ready = tuple(instance for instance in ready if instance is not avoid)
         return self._selectors[role].pick(ready, key)
 
-    def _ready(self, role: Role) -> tuple[Instance, ...]:
+    def ready(self, role: Role) -> tuple[Instance, ...]:
+        """At least one instance. Raises NoInstance (503)."""
         ready = self.registry.ready(role)
         if not ready:
             raise NoInstance(f"no {role} server is ready", stage=role)

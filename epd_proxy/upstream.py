@@ -14,8 +14,8 @@ from typing import Self
 
 import httpx
 
-from epd_proxy.config import Config
-from epd_proxy.errors import RawHeaders, UpstreamError, UpstreamTimeout
+from epd_proxy.config import Config, flag_name
+from epd_proxy.errors import ConfigError, RawHeaders, UpstreamError, UpstreamTimeout
 from epd_proxy.payload import Buffer, size_of
 from epd_proxy.registry import Instance
 
@@ -47,11 +47,9 @@ _NOT_FORWARDED = _HOP_BY_HOP | {
     b"cookie",
     b"expect",
     b"host",
-    b"x-data-parallel-rank",
-    b"x-encoder-hosts-ports",
-    b"x-prefiller-host-port",
     b"x-request-id",
 }
+_ROUTING_PREFIXES = (b"x-data-parallel-", b"x-encoder-", b"x-prefiller-")
 
 
 def default_transport() -> httpx.AsyncBaseTransport:
@@ -63,7 +61,11 @@ def default_transport() -> httpx.AsyncBaseTransport:
 
 def forwarded_headers(headers: RawHeaders) -> RawHeaders:
     """The caller's end-to-end headers, which every stage gets."""
-    return _without(headers, _NOT_FORWARDED)
+    return [
+        (name, value)
+        for name, value in _without(headers, _NOT_FORWARDED)
+        if not name.startswith(_ROUTING_PREFIXES)
+    ]
 
 
 def relayed_headers(headers: RawHeaders) -> RawHeaders:
@@ -76,6 +78,9 @@ def _without(headers: RawHeaders, dropped: frozenset[bytes]) -> RawHeaders:
     for name, value in lowered:
         if name == b"connection":
             dropped |= {option.strip().lower() for option in value.split(b",")}
+        elif name == b"transfer-encoding":
+            # It overrides a length, RFC 9112, section 6.3.
+            dropped |= {b"content-length"}
     return [(name, value) for name, value in lowered if name not in dropped]
 
 
@@ -176,6 +181,14 @@ class Upstream:
             response = await self._transport.handle_async_request(request)
         response.request = request
         return Answer(instance, response)
+
+
+def check_address(instance: Instance) -> None:
+    """Raises ConfigError if no transport could call the instance."""
+    try:
+        _target(instance.url, CHAT_PATH)
+    except httpx.InvalidURL as exc:
+        raise ConfigError(flag_name(instance.role), f"{instance.url!r}: {exc}") from None
 
 
 @functools.lru_cache(maxsize=1024)

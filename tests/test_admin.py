@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from epd_proxy import Role
-from tests.backends import Backends
-from tests.driver import call
+from tests.backends import Backends, ask
+from tests.driver import call, chat
 
 
 def health(backends: Backends, **statuses: list[int]) -> None:
@@ -81,6 +81,17 @@ async def test_models_are_those_of_a_decode_server_in_its_own_words() -> None:
     asked = [each.request for route in backends.router.routes for each in route.calls]
     assert {request.url.host for request in asked} == {"d0", "d1"}
     assert {request.headers["authorization"] for request in asked} == {"Bearer k"}
+
+
+async def test_questions_about_models_do_not_shift_the_turns_of_answers() -> None:
+    backends = Backends(decode=2)
+    for engine in backends.decode:
+        backends.router.get(engine.url + "/v1/models").respond(200)
+    proxy = backends.proxy()
+    for _ in range(4):
+        await call(proxy, "GET", "/v1/models")
+        await chat(proxy, ask({"type": "text", "text": "hi"}))
+    assert [len(engine.requests) for engine in backends.decode] == [2, 2]
 
 
 async def test_models_without_a_decode_server_is_a_503_and_an_unreachable_one_a_502() -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import socket
+import threading
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -121,7 +123,9 @@ async def test_logging_requests_writes_a_line_for_each(caplog: Any) -> None:
     proxy = backends.proxy(log_requests=True)
     await chat(proxy, ask(TEXT), {"x-request-id": "r1"})
     await chat(proxy, b"no json", {"x-request-id": "r2"})
-    first, second = (record.getMessage() for record in caplog.records)
+    await call(proxy, "GET", "/nowhere", headers={"x-request-id": "r3"})
+    first, second, third = (record.getMessage() for record in caplog.records)
+    assert third.startswith("request r3: GET '/nowhere' 404 ")
     assert first.startswith("request r1: POST '/v1/chat/completions' 200 ")
     assert " decode=http://d0:8000,200," in first
     assert second.startswith("request r2: POST '/v1/chat/completions' 400 ")
@@ -299,13 +303,29 @@ def test_one_app_on_two_event_loops_starts_once_for_each(factory: Any) -> None:
     assert (proxy.made, proxy.closed) == (2, 2)
 
 
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_a_loop_that_has_gone_is_forgotten() -> None:
-    proxy = tracked()
-    with asyncio.Runner() as runner:
-        runner.run(call(proxy, "GET", "/live"))
-    del runner
-    gc.collect()
-    assert len(proxy._runtimes) == 0
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(5)
+        port = listener.getsockname()[1]
+        proxy = EPDProxy(config=Config(decode=f"http://127.0.0.1:{port}"))
+
+        def answer() -> None:
+            with listener.accept()[0] as connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+                connection.recv(4096)
+
+        for _ in range(3):
+            thread = threading.Thread(target=answer)
+            thread.start()
+            # Its connection is kept alive, and the loop ends without a word to the proxy.
+            with asyncio.Runner() as runner:
+                assert runner.run(chat(proxy, ask(TEXT))).status == 200
+            assert len(proxy._runtimes) == 1
+            thread.join(5)
+        proxy._runtimes.clear()
+        gc.collect()
 
 
 async def test_as_a_context_it_starts_and_ends_where_it_is_told() -> None:

@@ -37,6 +37,7 @@ class Served:
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     seen = Served()
     monkeypatch.setattr(uvicorn, "run", seen)
+    monkeypatch.setattr(cli, "check", lambda app, options: None)
     return seen
 
 
@@ -286,11 +287,18 @@ def test_simulate_serves_one_engine(served: Served) -> None:
     assert (served.options["host"], served.options["port"]) == ("127.0.0.1", 8105)
 
 
-def test_the_demo_on_a_port_that_is_taken_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "line", ["demo --once", "simulate --role decode", "serve --decode http://d"]
+)
+def test_a_port_that_is_taken_is_told_before_anything_starts(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        assert cli.main(["demo", "--once", "--port", str(port)]) == 2
-    assert f"--port: cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+        assert cli.main([*line.split(), "--port", str(port)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"epd-proxy: --port: cannot listen on 127.0.0.1:{port}: Address already")
+    assert err.count("\n") == 1
 
 
 def test_the_demo_shows_an_answer_and_who_served_which_stage(

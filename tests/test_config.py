@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from epd_proxy import Config, ConfigError, InstanceConfig
+from epd_proxy import Config, ConfigError, EPDProxy, InstanceConfig
 from epd_proxy.config import parse_instances, parse_size
 
 D = "http://d:8000"
@@ -48,6 +48,10 @@ def test_an_address_is_kept_in_one_spelling(given: str, kept: str) -> None:
         ("http://h?x=a", "query"),
         ("http://h#x", "query or a fragment"),
         ("http://h h", "blanks"),
+        ("http://h\\x:1", "is no host"),
+        ("http://h<x>", "is no host"),
+        ("http://[v1.x]:1", "v1.x"),
+        ("http://[1.2.3.4]:1", "IPv4"),
         ("http://h\tx", "blanks or control"),
         ("http://h=0", "weight 0 is not above 0"),
         ("http://h=-1", "weight -1 is not above 0"),
@@ -78,7 +82,7 @@ def test_instances_come_as_comma_lists_tables_and_values() -> None:
     ]
 
 
-@pytest.mark.parametrize("given", ["", "none", "NONE", "disable", "none,", [], ["none", ""]])
+@pytest.mark.parametrize("given", [None, "", "none", "NONE", "disable", "none,", [], ["none", ""]])
 def test_none_disable_and_nothing_stand_for_no_instance(given: Any) -> None:
     assert parse_instances(given) == ()
 
@@ -109,6 +113,7 @@ def test_a_size_is_bytes_or_text_with_a_unit(given: Any, size: int) -> None:
         ("connect_timeout", "soon", "--connect-timeout"),
         ("max_body_size", "64kb", "--max-body-size"),
         ("max_body_size", "-1", "--max-body-size"),
+        ("max_body_size", 0, "--max-body-size"),
         ("no_rewrite", "perhaps", "--no-rewrite"),
         ("encode", 5, "--encode"),
         ("encode_selector", 5, "--encode-selector"),
@@ -133,6 +138,14 @@ def test_text_is_converted_wherever_it_comes_from() -> None:
     assert config.connect_timeout == 0.5
     assert config.max_body_size == 1024
     assert config.no_rewrite is True
+
+
+@pytest.mark.parametrize("address", ["http://10.0.0.256:8000", "http://☃..net", "http://a..b☃"])
+def test_an_address_that_no_transport_could_call_stops_the_start(address: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EPDProxy(config=Config(encode="http://e", decode=address))
+    assert caught.value.option == "--decode"
+    assert address in str(caught.value)
 
 
 def test_a_fleet_without_decode_is_refused() -> None:

@@ -45,6 +45,7 @@ async def test_prefill_gets_one_coherent_token_and_decode_the_callers_wishes() -
         "stream_options": {"include_usage": True},
         "n": 4,
         "temperature": 0.5,
+        "request_id": "mine",
     }
     backends.decode[0].answers(streamed())
     await chat(backends.proxy(), ask(image(), TEXT, **wishes))
@@ -57,7 +58,9 @@ async def test_prefill_gets_one_coherent_token_and_decode_the_callers_wishes() -
         "stream_options": None,
         "n": 1,
         "temperature": 0.5,
+        "request_id": None,
     }
+    assert "request_id" not in prefill
     assert "min_tokens" not in prefill
     assert "stream_options" not in prefill
     assert {name: decode[name] for name in wishes} == wishes
@@ -187,6 +190,16 @@ async def test_decodes_500_is_redone_from_the_start_and_nothing_of_it_is_used_ag
     ids = [request.headers["x-request-id"] for engine in engines for request in engine.requests]
     assert len(set(ids)) == 6
     assert all(re.fullmatch(r"r1:[0pd]:[0-9a-f]{6}", found) for found in ids)
+
+
+async def test_decodes_failures_are_told_in_the_log(caplog: Any) -> None:
+    backends = epd()
+    backends.decode[0].answers(decoded(500), decoded(503))
+    await chat(backends.proxy(), ask(TEXT), {"x-request-id": "r1"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "request r1: 500 the decode server answered so, everything is done again (http://d0:8000)",
+        "request r1: 503 the decode server answered so, which is passed on (http://d0:8000)",
+    ]
 
 
 @pytest.mark.parametrize(("retries", "calls"), [(-3, 1), (0, 1), (1, 2), (3, 4)])

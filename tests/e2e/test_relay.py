@@ -18,7 +18,8 @@ from starlette.routing import Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from epd_proxy import Config, EPDProxy
-from epd_proxy.demo import data_url, picture_png, serving
+from epd_proxy.demo import data_url, picture_png
+from epd_proxy.servers import serving
 from epd_proxy.simulator import Failure, Simulator
 from tests.driver import CHAT
 from tests.processes import LIMIT

@@ -5,11 +5,14 @@
 from __future__ import annotations
 
 import signal
+import ssl
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
+import trustme
 
 from tests.driver import CHAT
 from tests.e2e.test_openai_client import ANSWER, PICTURE, QUESTION, messages
@@ -96,3 +99,36 @@ def test_terminating_the_demo_ends_it() -> None:
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
         assert "Traceback" not in process.output
+
+
+def test_it_listens_with_tls_where_it_is_told(engines: dict[str, str], tmp_path: Path) -> None:
+    authority = trustme.CA()
+    identity = authority.issue_cert("127.0.0.1")
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    certificate.write_bytes(b"".join(each.bytes() for each in identity.cert_chain_pems))
+    identity.private_key_pem.write_to_path(str(key))
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    files = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
+    with listening("serve", "--decode", engines["prefill_decode"], *files) as url:
+        assert url.startswith("https://")
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        answer = httpx.post(url + CHAT, json=body, verify=trusting, trust_env=False)
+        assert answer.json()["object"] == "chat.completion"
+
+
+def test_it_listens_on_a_unix_socket_where_it_is_told(
+    engines: dict[str, str], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "proxy.sock")
+    with running("serve", "--decode", engines["prefill_decode"], "--uds", path) as process:
+        process.wait_for("running on unix socket")
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path)) as client:
+            assert client.get("http://proxy/health").status_code == 200
+
+
+def test_the_demo_listens_on_ipv6_too() -> None:
+    with running("demo", "--once", "--host", "::1", "--port", "0") as process:
+        process.wait_for(r"^epd-proxy at http://\[::1\]:\d+$")
+        process.wait_for("I was given 1 image")
+        assert process.wait() == 0
