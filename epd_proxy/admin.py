@@ -1,20 +1,24 @@
 """
-What is not inference: ``/health``, ``/live`` and ``/v1/models``.
+What is not inference: ``/health``, ``/live``, ``/v1/models`` and profiling.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 import msgspec
 
 from epd_proxy.asgi import Exchange
 from epd_proxy.config import Config
 from epd_proxy.decode import relay
-from epd_proxy.errors import RawHeaders, UpstreamError
+from epd_proxy.errors import Forbidden, NoInstance, NotFound, RawHeaders, UpstreamError
+from epd_proxy.payload import NO_JSON, object_of
 from epd_proxy.registry import Instance, Role
 from epd_proxy.selectors import RoundRobin, Selection
-from epd_proxy.upstream import Upstream, forwarded_headers
+from epd_proxy.upstream import Upstream, accepted, forwarded_headers
 
 _JSON: RawHeaders = [(b"content-type", b"application/json")]
 
@@ -28,6 +32,9 @@ class Admin:
         self._upstream = upstream
         # A rotation of its own: questions about models must not shift that of the answers.
         self._informants = RoundRobin()
+        self._key = config.admin_api_key.encode()
+        self._bearer = f"Bearer {config.profile_api_key}".encode()
+        self._max_body_size = config.max_body_size
 
     async def live(self, exchange: Exchange) -> None:
         """200 as long as the process answers at all."""
@@ -70,3 +77,57 @@ class Admin:
         with instance.in_use():
             async with await self._upstream.get(instance, "/v1/models", headers) as answer:
                 await relay(answer, exchange)
+
+    async def start_profile(self, exchange: Exchange) -> None:
+        await self._profile(exchange, "/start_profile")
+
+    async def stop_profile(self, exchange: Exchange) -> None:
+        await self._profile(exchange, "/stop_profile")
+
+    async def _profile(self, exchange: Exchange, path: str) -> None:
+        """
+        Passes the body to one instance of each role, and answers what each of them said.
+
+        A server without a profiler lacks the path, which is null in the answer. Raises NotFound
+        where no key is set, Forbidden (403), NoInstance (503) if nobody has a profiler.
+        """
+        if not self._key:
+            raise NotFound(f"there is nothing at {path}")
+        given = exchange.headers.get("x-api-key", "").encode("latin-1")
+        if not hmac.compare_digest(given, self._key):
+            raise Forbidden("profiling needs the right X-API-Key")
+        body = await exchange.read(self._max_body_size)
+        roles = [role for role in Role if self._selection.has(role)]
+        # The first, not the next: what was started must be stopped.
+        instances = [self._selection.ready(role)[0] for role in roles]
+        said = await _all(self._profile_one(each, path, body) for each in instances)
+        if not any(said):
+            raise NoInstance("no server has a profiler")
+        answers = dict(zip(roles, said, strict=True))
+        content = object_of({role: answers.get(role) or b"null" for role in Role})
+        await exchange.respond(200, _JSON, content)
+
+    async def _profile_one(self, instance: Instance, path: str, body: bytes) -> bytes | None:
+        headers = [(b"authorization", self._bearer)]
+        async with await self._upstream.post(instance, path, headers, [body]) as answer:
+            if answer.status == 404:
+                return None
+            content = await accepted(answer)
+        return content if _is_json(content) else b"{}"
+
+
+async def _all(calls: Iterable[Coroutine[Any, Any, bytes | None]]) -> list[bytes | None]:
+    """All results; the first failure when every call has ended."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+def _is_json(content: bytes) -> bool:
+    try:
+        msgspec.json.decode(content)
+    except NO_JSON:
+        return False
+    return True

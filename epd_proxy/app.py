@@ -20,7 +20,7 @@ from epd_proxy.asgi import Exchange, local_path
 from epd_proxy.config import Config
 from epd_proxy.errors import ConfigError, MethodNotAllowed, NotFound, ProxyError
 from epd_proxy.pipeline import Pipeline
-from epd_proxy.registry import Registry, Role
+from epd_proxy.registry import Registry
 from epd_proxy.selectors import Selection
 from epd_proxy.upstream import CHAT_PATH, Upstream, check_address, default_transport
 
@@ -38,6 +38,8 @@ ROUTES: Mapping[str, Methods] = {
     "/v1/models": {"GET": "models", "HEAD": "models"},
     "/health": {"GET": "health", "HEAD": "health"},
     "/live": {"GET": "live", "HEAD": "live"},
+    "/start_profile": {"POST": "start_profile"},
+    "/stop_profile": {"POST": "stop_profile"},
 }
 
 
@@ -54,7 +56,8 @@ class EPDProxy:
 
     Alone it serves its own paths and answers everything else with a JSON 404. Around an inner
     ``app`` it is a middleware: ``POST /v1/chat/completions`` is its own, and so are the ``paths``
-    named (out of ``/v1/models``, ``/health``, ``/live``); all else is passed on.
+    named (out of ``/v1/models``, ``/health``, ``/live``, ``/start_profile``, ``/stop_profile``);
+    all else is passed on.
 
     It starts with the first request, once per event loop, so that it can be mounted where no
     lifespan reaches it. ``async with proxy:`` and ``lifespan=proxy.lifespan`` start and end it
@@ -167,15 +170,15 @@ class EPDProxy:
                 "models": admin.models,
                 "health": admin.health,
                 "live": admin.live,
+                "start_profile": admin.start_profile,
+                "stop_profile": admin.stop_profile,
             },
         )
 
 
 def _check_addresses(registry: Registry) -> None:
-    for role in Role:
-        if registry.is_configured(role):
-            for instance in registry.ready(role):
-                check_address(instance)
+    for instance in registry.instances():
+        check_address(instance)
 
 
 def _own_routes(app: ASGIApp | None, paths: Iterable[str]) -> Mapping[str, Methods]:

@@ -12,15 +12,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from epd_proxy.asgi import Exchange, Step
-from epd_proxy.errors import EngineRefusal, RawHeaders, UpstreamError
+from epd_proxy.errors import RawHeaders
 from epd_proxy.payload import Buffer
-from epd_proxy.registry import Instance, Role
+from epd_proxy.registry import Instance, Replica, Role
 from epd_proxy.selectors import Selection
-from epd_proxy.upstream import Answer, Upstream, forwarded_headers
-
-# 5xx that tell the caller more than our 502 would: unsupported, overloaded.
-_TELLING = frozenset({501, 503, 529})
-_REFUSAL_HEADERS = frozenset({b"content-type", b"retry-after", b"www-authenticate"})
+from epd_proxy.upstream import Answer, Upstream, accepted, forwarded_headers
 
 
 class Calls:
@@ -31,6 +27,7 @@ class Calls:
         self._selection = selection
         self._upstream = upstream
         self._headers = forwarded_headers(exchange.headers.raw)
+        self._replicas: dict[Instance, Replica] = {}
 
     def has(self, role: Role) -> bool:
         """Whether the fleet has the role. Raises NoInstance (503) if it has, but nobody ready."""
@@ -41,6 +38,12 @@ class Calls:
     ) -> Instance:
         return self._selection.pick(role, key, avoid=avoid)
 
+    def replica(self, instance: Instance) -> Replica:
+        """Chosen once, so that encode and the consumer mean the same, on a retry too."""
+        if instance not in self._replicas:
+            self._replicas[instance] = instance.next_replica()
+        return self._replicas[instance]
+
     async def ask(self, instance: Instance, name: str, body: Sequence[Buffer]) -> bytes:
         """
         An encode or prefill call from beginning to end; the body of its 200.
@@ -48,13 +51,7 @@ class Calls:
         Raises EngineRefusal for what the caller has to know, 4xx above all, and UpstreamError.
         """
         async with self._open(instance, name, body, self._headers) as answer:
-            content = await answer.read()
-        if answer.status == 200:
-            return content
-        if 400 <= answer.status < 500 or answer.status in _TELLING:
-            headers = [pair for pair in answer.headers if pair[0].lower() in _REFUSAL_HEADERS]
-            raise EngineRefusal(instance.role, instance.url, answer.status, headers, content)
-        raise UpstreamError(instance.role, instance.url, f"answered with status {answer.status}")
+            return await accepted(answer)
 
     def open(
         self, instance: Instance, name: str, body: Sequence[Buffer]
@@ -64,9 +61,12 @@ class Calls:
 
         Leaving the context before the answer's end drops the connection. Raises UpstreamError.
         """
-        accepted = self._exchange.headers.get("accept-encoding")
-        encoding = [(b"accept-encoding", accepted.encode("latin-1"))] if accepted else []
-        return self._open(instance, name, body, [*self._headers, *encoding])
+        headers = list(self._headers)
+        if encodings := self._exchange.headers.get("accept-encoding"):
+            headers.append((b"accept-encoding", encodings.encode("latin-1")))
+        if (rank := self.replica(instance).rank) is not None:
+            headers.append((b"x-data-parallel-rank", str(rank).encode()))
+        return self._open(instance, name, body, headers)
 
     @asynccontextmanager
     async def _open(
@@ -77,7 +77,7 @@ class Calls:
         began = time.perf_counter()
         status = 0
         try:
-            async with await self._upstream.post(instance, headers, request_id, body) as answer:
+            async with await self._upstream.chat(instance, headers, request_id, body) as answer:
                 status = answer.status
                 yield answer
         finally:

@@ -57,7 +57,7 @@ def _option_of(field: msgspec.structs.FieldInfo) -> click.Option:
     names = [flag_name(field.name), *([flag.alias] if flag.alias else [])]
     variables = [_variable(name) for name in names] + ([flag.env] if flag.env else [])
     switch = isinstance(field.default, bool)
-    default = "" if switch or flag.many else f"  [default: {field.default}]"
+    default = "" if switch or flag.many or not field.default else f"  [default: {field.default}]"
     return click.Option(
         [*names, field.name],
         envvar=variables,

@@ -14,7 +14,7 @@ import ipaddress
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -105,6 +105,12 @@ def _instance_of(word: str) -> InstanceConfig:
     return msgspec.convert({"url": url, "weight": weight}, InstanceConfig, strict=False)
 
 
+def parse_list(value: Any) -> Any:
+    """Words from a comma list, or from a sequence of comma lists."""
+    lists = [value] if isinstance(value, str) else list(value)
+    return [word.strip() for words in lists for word in words.split(",") if word.strip()]
+
+
 def parse_size(value: Any) -> Any:
     """Bytes, from a number or from text such as ``64KiB``."""
     if not isinstance(value, str):
@@ -142,7 +148,10 @@ def _fleet(role: str) -> Flag:
 
 
 def _selector(role: str) -> Flag:
-    return Flag(f"how {role} servers are chosen: round-robin, random or weighted")
+    return Flag(
+        f"how {role} servers are chosen: round-robin, random, weighted, the name of an installed"
+        " selector, or module:attribute"
+    )
 
 
 NotNegative = Meta(ge=0)
@@ -171,6 +180,38 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     decode_retries: Annotated[
         int, Flag("how often to redo a request when decode answers 500; below 0 counts as 0")
     ] = 1
+    encode_max_tokens: Annotated[
+        int, NotNegative, Flag("max_tokens of encode calls, for older encoders; 0: none")
+    ] = 0
+    metadata_format: Annotated[
+        Literal["json", "tensor"],
+        Flag("how references carry metadata: json, or tensor for engines before vLLM 0.33"),
+    ] = "json"
+    ec_consumer_zmq_addrs: Annotated[
+        tuple[str, ...],
+        Flag(
+            "where encoders push embeddings to (Mooncake): one address for each decode server and"
+            " replica, s0r0,s0r1,s1r0,...",
+            parse=parse_list,
+            many=True,
+        ),
+    ] = ()
+    ec_consumer_dp_size: Annotated[
+        int, Meta(ge=1), Flag("data-parallel replicas of each decode server, used in turn")
+    ] = 1
+    kv_connector: Annotated[
+        Literal["nixl", "shared"],
+        Flag("how decode finds the KV cache: nixl, by prefill's handle; shared, by content"),
+    ] = "nixl"
+    kv_remote_host_from_url: Annotated[
+        bool, Flag("in prefill's handle, replace remote_host by the host of prefill's URL")
+    ] = False
+    admin_api_key: Annotated[
+        str, Flag("X-API-Key of profiling calls, which are off without", env="ADMIN_API_KEY")
+    ] = ""
+    profile_api_key: Annotated[
+        str, Flag("bearer that engines get with profiling calls", env="OPENAI_API_KEY")
+    ] = ""
     no_rewrite: Annotated[
         bool, Flag("leave media as the caller sent it, for engines that keep it in their cache")
     ] = False
@@ -194,6 +235,19 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             msgspec.structs.force_setattr(self, option.name, value)
         if not self.decode:
             raise ConfigError("--decode", "at least one decode server is needed")
+        if self.ec_consumer_zmq_addrs:
+            self._check_push()
+
+    def _check_push(self) -> None:
+        option = flag_name("ec_consumer_zmq_addrs")
+        if self.prefill:
+            raise ConfigError(option, "needs decode servers that prefill: give no prefill server")
+        given, size = len(self.ec_consumer_zmq_addrs), self.ec_consumer_dp_size
+        if given != len(self.decode) * size:
+            raise ConfigError(
+                option,
+                f"{given} addresses for {len(self.decode)} decode servers of {size} replicas each",
+            )
 
 
 def flag_of(option: msgspec.structs.FieldInfo) -> Flag:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
+from typing import NamedTuple
 
 from epd_proxy.asgi import Exchange
 from epd_proxy.calls import Calls
@@ -16,20 +17,20 @@ from epd_proxy.registry import Instance
 from epd_proxy.upstream import Answer, relayed_headers
 
 
-def decode(
-    calls: Calls,
-    instance: Instance,
-    chat: Chat,
-    parts: Mapping[Place, Json],
-    transfer: Mapping[str, Json],
-) -> AbstractAsyncContextManager[Answer]:
-    """
-    The answer, once its head is there.
+class Prompt(NamedTuple):
+    """What of the prompt is not in the caller's words."""
 
-    ``transfer`` says where the KV cache lies, or the embeddings if this server prefills too. Raises
-    UpstreamError.
-    """
-    return calls.open(instance, "d", chat.body(transfer, parts))
+    parts: Mapping[Place, Json]
+    """Parts that take the place of the caller's."""
+    transfer: Mapping[str, Json]
+    """Where the KV cache lies, or the embeddings if this server prefills too."""
+
+
+def decode(
+    calls: Calls, instance: Instance, chat: Chat, prompt: Prompt
+) -> AbstractAsyncContextManager[Answer]:
+    """The answer, once its head is there. Raises UpstreamError."""
+    return calls.open(instance, "d", chat.body(prompt.transfer, prompt.parts))
 
 
 async def relay(answer: Answer, exchange: Exchange) -> None:

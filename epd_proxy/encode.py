@@ -8,6 +8,7 @@ audio and video is a call by itself. The calls run at once, and the first that f
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -16,10 +17,17 @@ import msgspec
 
 from epd_proxy.calls import Calls
 from epd_proxy.chat import Chat
+from epd_proxy.config import Config
 from epd_proxy.errors import UpstreamError
 from epd_proxy.media import Item
-from epd_proxy.payload import NO_JSON, Buffer, Json, array_of, object_of
-from epd_proxy.references import References, parts_for_consumer, transfer_params
+from epd_proxy.payload import NO_JSON, Buffer, Json, array_of, object_of, to_json
+from epd_proxy.references import (
+    References,
+    as_array,
+    as_tensor,
+    parts_for_consumer,
+    transfer_params,
+)
 from epd_proxy.registry import Instance, Role
 from epd_proxy.reports import Feature, Report, Unmatched, match, parse_report
 
@@ -46,22 +54,28 @@ class Encoded(NamedTuple):
 
 
 class EncodeStage:
-    """
-    Encodes the media of a request.
+    """Encodes the media of a request."""
 
-    ``batch_size``: images in one call at most, 0 for no limit. ``rewrites``: whether media becomes
-    references; if not, encode and consumer both see the caller's parts untouched.
-    """
+    def __init__(self, config: Config) -> None:
+        self._batch_size = config.encoder_batch_size
+        self._rewrites = not config.no_rewrite
+        self._write = as_tensor if config.metadata_format == "tensor" else as_array
+        self._own_fields: dict[str, Json] = {"stream": b"false"}
+        if config.encode_max_tokens:
+            self._own_fields["max_tokens"] = to_json(config.encode_max_tokens)
 
-    def __init__(self, *, batch_size: int, rewrites: bool) -> None:
-        self._batch_size = batch_size
-        self._rewrites = rewrites
+    async def __call__(
+        self, calls: Calls, chat: Chat, items: Sequence[Item], push_to: str | None = None
+    ) -> References:
+        """
+        ``push_to``: where the encoders push the embeddings; without, the consumer pulls them.
 
-    async def __call__(self, calls: Calls, chat: Chat, items: Sequence[Item]) -> References:
-        """Raises EngineRefusal, UpstreamError (a report that cannot be matched too), NoInstance."""
+        Raises EngineRefusal, NoInstance, and UpstreamError, for a report too that cannot be
+        matched to the items.
+        """
         with ExitStack() as stage:
             groups = self._assign(calls, items, stage)
-            encoded = await _gather([self._encode(calls, chat, group) for group in groups])
+            encoded = await _gather([self._encode(calls, chat, each, push_to) for each in groups])
         features = {
             item.place: found
             for group, result in zip(groups, encoded, strict=True)
@@ -73,11 +87,12 @@ class EncodeStage:
             [feature for _, found in described for feature in found],
         )
         if not self._rewrites:
-            return References({}, transfer, stand_for_media=bool(chat.embedded))
+            return References({}, {}, transfer, stand_for_media=bool(chat.embedded))
         parts, rewritten = parts_for_consumer(
-            described, embedded=chat.embedded, with_sound=chat.with_sound
+            described, embedded=chat.embedded, with_sound=chat.with_sound, write=self._write
         )
-        return References(parts, transfer, stand_for_media=rewritten or bool(chat.embedded))
+        pinned = {item.place: object_of(item.pinned()) for item in items}
+        return References(parts, pinned, transfer, stand_for_media=rewritten or bool(chat.embedded))
 
     def _assign(self, calls: Calls, items: Sequence[Item], stage: ExitStack) -> list[Group]:
         groups: list[Group] = []
@@ -94,29 +109,73 @@ class EncodeStage:
             group.items.append(item)
         return groups
 
-    async def _encode(self, calls: Calls, chat: Chat, group: Group) -> Encoded:
+    async def _encode(self, calls: Calls, chat: Chat, group: Group, push_to: str | None) -> Encoded:
+        push = Push(push_to, group.items, chat) if push_to else None
         with group.leases:
-            content = await calls.ask(group.instance, str(group.first), self._body(chat, group))
+            body = self._body(chat, group, push)
+            content = await calls.ask(group.instance, str(group.first), body)
         report = _report_of(content, group.instance)
         try:
-            return Encoded(report, match(group.items, report, with_sound=chat.with_sound))
+            features = match(group.items, report, with_sound=chat.with_sound)
         except Unmatched as exc:
-            # Without references nobody asks which entry is whose.
-            if not self._rewrites:
-                return Encoded(report, [()] * len(group.items))
-            reason = f"reported what cannot be matched: {exc}"
-            raise UpstreamError(Role.ENCODE, group.instance.url, reason) from exc
+            # Without references, and without ids to hand on, nobody asks which entry is whose.
+            if self._rewrites or push:
+                reason = f"reported what cannot be matched: {exc}"
+                raise UpstreamError(Role.ENCODE, group.instance.url, reason) from exc
+            features = [()] * len(group.items)
+        if push:
+            if not report.entries:
+                reason = "reported nothing of what it was to push"
+                raise UpstreamError(Role.ENCODE, group.instance.url, reason)
+            features = push.named(features)
+        return Encoded(report, features)
 
-    def _body(self, chat: Chat, group: Group) -> list[Buffer]:
+    def _body(self, chat: Chat, group: Group, push: Push | None) -> list[Buffer]:
         parts = [
             object_of(item.for_encode() if self._rewrites else item.canonical())
             for item in group.items
         ]
         message = object_of({"role": b'"user"', "content": array_of(parts)})
-        fields: dict[str, Json] = {"messages": array_of([message]), "stream": b"false"}
+        fields: dict[str, Json] = {"messages": array_of([message]), **self._own_fields}
         given = chat.payload.fields
         fields |= {name: given[name] for name in ("model", *_SHARED_FIELDS) if name in given}
+        if push:
+            fields["ec_transfer_params"] = push.params()
         return chat.payload.expand(object_of(fields))
+
+
+class Push:
+    """
+    The transfers of one encode call that pushes (``ECMooncakeConnector``).
+
+    One id for each feature that an item is expected to become, new for each call: an id that was
+    used before would fail the request.
+    """
+
+    def __init__(self, address: str, items: Sequence[Item], chat: Chat) -> None:
+        self._address = address
+        self._ids = [
+            [uuid.uuid4().hex for _ in range(2 if _has_sound(item, chat) else 1)] for item in items
+        ]
+
+    def params(self) -> bytes:
+        """``ec_transfer_params`` of the call; features are told apart by their order."""
+        transfers = [{"transfer_id": each} for ids in self._ids for each in ids]
+        return to_json({"consumer_zmq": self._address, "ec_items": transfers})
+
+    def named(self, features: Sequence[tuple[Feature, ...]]) -> list[tuple[Feature, ...]]:
+        """The features of each item under the ids that were sent for them."""
+        return [
+            tuple(
+                feature._replace(transfer_id=each)
+                for feature, each in zip(found, ids, strict=False)  # a video may have no sound
+            )
+            for found, ids in zip(features, self._ids, strict=True)
+        ]
+
+
+def _has_sound(item: Item, chat: Chat) -> bool:
+    return item.kind == "video_url" and chat.with_sound
 
 
 async def _gather(calls: list[Any]) -> list[Encoded]:

@@ -6,6 +6,7 @@ Everything the proxy raises on purpose, and the HTTP answer each one becomes.
   + RequestError        400    invalid_request_error: the caller sent what we cannot serve
     - BodyTooLarge      413
     - MethodNotAllowed  405
+  + Forbidden           403    authentication_error
   + NotFound            404    not_found_error
   + NoInstance          503    overloaded_error: no ready server plays the role
   + EngineRefusal              an engine's own answer, passed on with its status and body
@@ -87,6 +88,11 @@ class MethodNotAllowed(RequestError):
     def answer(self, request_id: str) -> tuple[RawHeaders, bytes]:
         headers, body = super().answer(request_id)
         return [*headers, (b"allow", self.allowed.encode())], body
+
+
+class Forbidden(ProxyError):
+    status = 403
+    type = "authentication_error"
 
 
 class NotFound(ProxyError):

@@ -5,18 +5,18 @@ One chat request from top to bottom: encode, prefill, decode, and all of it agai
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
 
 from epd_proxy.asgi import Exchange
 from epd_proxy.calls import Calls
 from epd_proxy.chat import Chat
 from epd_proxy.config import Config
-from epd_proxy.decode import decode, relay
+from epd_proxy.decode import Prompt, decode, relay
 from epd_proxy.encode import EncodeStage
 from epd_proxy.media import Item
 from epd_proxy.payload import Json
-from epd_proxy.prefill import prefill
+from epd_proxy.prefill import PrefillStage
 from epd_proxy.references import References
 from epd_proxy.registry import Instance, Role
 from epd_proxy.selectors import Selection
@@ -37,9 +37,10 @@ class Pipeline:
         self._config = config
         self._selection = selection
         self._upstream = upstream
-        self._encode = EncodeStage(
-            batch_size=config.encoder_batch_size, rewrites=not config.no_rewrite
-        )
+        self._encode = EncodeStage(config)
+        self._prefill = PrefillStage(config)
+        self._pushes = bool(config.ec_consumer_zmq_addrs)
+        self._shares_kv = config.kv_connector == "shared"
 
     async def __call__(self, exchange: Exchange) -> None:
         """Raises ProxyError; once decode's head is out, UpstreamError alone."""
@@ -51,11 +52,13 @@ class Pipeline:
         retries_left = max(0, self._config.decode_retries)
         failed: Instance | None = None
         while True:
-            references = await self._references(calls, chat, items)
-            transfer = await self._transfer(calls, chat, references, roles)
-            instance = calls.pick(Role.DECODE, avoid=failed)
-            with instance.in_use():
-                async with decode(calls, instance, chat, references.parts, transfer) as answer:
+            with ExitStack() as lease:
+                # Encoders that push must know the consumer; else it is chosen when its turn comes.
+                decoder = self._take_decoder(calls, failed, lease) if self._pushes else None
+                references = await self._references(calls, chat, items, decoder)
+                prompt = await self._prompt(calls, chat, references, roles)
+                decoder = decoder or self._take_decoder(calls, failed, lease)
+                async with decode(calls, decoder, chat, prompt) as answer:
                     redo = answer.status == 500 and retries_left > 0
                     if answer.status >= 500:
                         _log_failure(exchange, answer, redo=redo)
@@ -64,24 +67,35 @@ class Pipeline:
                         return
             # Decode may have spent the handle and the embeddings: nothing of this attempt serves
             # the next.
-            failed = instance
+            failed = decoder
             retries_left -= 1
 
-    async def _references(self, calls: Calls, chat: Chat, items: list[Item]) -> References:
-        if items:
-            return await self._encode(calls, chat, items)
-        return References({}, None, stand_for_media=bool(chat.embedded))
+    def _take_decoder(self, calls: Calls, failed: Instance | None, lease: ExitStack) -> Instance:
+        decoder = calls.pick(Role.DECODE, avoid=failed)
+        lease.enter_context(decoder.in_use())
+        return decoder
 
-    async def _transfer(
+    async def _references(
+        self, calls: Calls, chat: Chat, items: list[Item], consumer: Instance | None
+    ) -> References:
+        if not items:
+            return References({}, {}, None, stand_for_media=bool(chat.embedded))
+        push_to = calls.replica(consumer).ec_address if consumer else None
+        return await self._encode(calls, chat, items, push_to)
+
+    async def _prompt(
         self, calls: Calls, chat: Chat, references: References, roles: AbstractSet[Role]
-    ) -> Mapping[str, Json]:
-        """What decode is told of the caches that hold its prompt."""
-        if Role.PREFILL in roles:
-            handle = await prefill(calls, chat, references)
-            return {} if handle is None else {"kv_transfer_params": handle}
-        if references.transfer is None:
-            return {}
-        return {"ec_transfer_params": references.transfer}
+    ) -> Prompt:
+        """What decode gets in place of media, and what it is told of the caches that hold it."""
+        if Role.PREFILL not in roles:
+            return Prompt(references.parts, _named("ec_transfer_params", references.transfer))
+        handle = await self._prefill(calls, chat, references)
+        parts = references.raw_parts if self._shares_kv else references.parts
+        return Prompt(parts, _named("kv_transfer_params", handle))
+
+
+def _named(name: str, value: Json | None) -> dict[str, Json]:
+    return {} if value is None else {name: value}
 
 
 def _log_failure(exchange: Exchange, answer: Answer, *, redo: bool) -> None:

@@ -4,14 +4,17 @@ The prefill stage: the prompt to a prefill server, a handle on its KV cache back
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 import msgspec
 
 from epd_proxy.calls import Calls
 from epd_proxy.chat import Chat
+from epd_proxy.config import Config
 from epd_proxy.errors import UpstreamError
-from epd_proxy.payload import NO_JSON, Json, is_object, to_json
+from epd_proxy.payload import NO_JSON, Json, fields_of, is_object, object_of, to_json
 from epd_proxy.references import References
-from epd_proxy.registry import Role
+from epd_proxy.registry import Instance, Role
 
 # vLLM's NIXL connector, ``vllm/distributed/kv_transfer/kv_connector/v1/nixl/``.
 _ASK_FOR_HANDLE = to_json(
@@ -33,30 +36,54 @@ class _PrefillAnswer(msgspec.Struct):
 _ANSWER = msgspec.json.Decoder(_PrefillAnswer)
 
 
-async def prefill(calls: Calls, chat: Chat, references: References) -> bytes | None:
+class PrefillStage:
     """
-    ``kv_transfer_params`` for decode, verbatim; None if the server returned none.
+    Prefills a request.
 
-    Raises UpstreamError (502) if there is none although the body holds references: decode cannot
-    rebuild what they stand for.
+    With ``kv_connector`` ``nixl`` decode finds the KV cache by the handle that comes back; with
+    ``shared`` it finds it by content, and nothing is asked for.
     """
-    instance = calls.pick(Role.PREFILL)
-    body = chat.body(
-        _one_token(chat) | {"ec_transfer_params": references.transfer}, references.parts
-    )
-    with instance.in_use():
-        content = await calls.ask(instance, "p", body)
+
+    def __init__(self, config: Config) -> None:
+        self._wants_handle = config.kv_connector == "nixl"
+        self._host_from_url = config.kv_remote_host_from_url
+
+    async def __call__(self, calls: Calls, chat: Chat, references: References) -> bytes | None:
+        """
+        ``kv_transfer_params`` for decode, verbatim; None if there is none.
+
+        Raises UpstreamError (502) if a handle was wanted, none came, and the body holds references:
+        decode cannot rebuild what they stand for.
+        """
+        instance = calls.pick(Role.PREFILL)
+        changes = _one_token(chat) | {"ec_transfer_params": references.transfer}
+        if self._wants_handle:
+            changes["kv_transfer_params"] = _ASK_FOR_HANDLE
+        with instance.in_use():
+            content = await calls.ask(instance, "p", chat.body(changes, references.parts))
+        if not self._wants_handle:
+            return None
+        handle = _handle_of(content, instance)
+        if handle is None and references.stand_for_media:
+            raise UpstreamError(Role.PREFILL, instance.url, "returned no handle on its KV cache")
+        if handle is not None and self._host_from_url:
+            return _with_host(handle, instance)
+        return handle
+
+
+def _handle_of(content: bytes, instance: Instance) -> bytes | None:
     try:
         handle = _ANSWER.decode(content).kv_transfer_params
         is_handle = is_object(handle) and msgspec.json.decode(handle) != {}
     except NO_JSON as exc:
         reason = "answered with what is no chat completion"
         raise UpstreamError(Role.PREFILL, instance.url, reason, cause=str(exc)) from exc
-    if is_handle:
-        return bytes(handle)
-    if references.stand_for_media:
-        raise UpstreamError(Role.PREFILL, instance.url, "returned no handle on its KV cache")
-    return None
+    return bytes(handle) if is_handle else None
+
+
+def _with_host(handle: bytes, instance: Instance) -> bytes:
+    host = to_json(urlsplit(instance.url).hostname)
+    return object_of({**fields_of(handle), "remote_host": host})
 
 
 def _one_token(chat: Chat) -> dict[str, Json | None]:
@@ -67,7 +94,6 @@ def _one_token(chat: Chat) -> dict[str, Json | None]:
         "max_tokens": b"1",
         "min_tokens": None,
         "request_id": None,
-        "kv_transfer_params": _ASK_FOR_HANDLE,
     }
     fields |= {name: b"1" for name in ("max_completion_tokens", "n") if name in chat.payload.tree}
     return fields

@@ -9,7 +9,7 @@ so a modality is rewritten as a whole or not at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple, TypeAlias
 
@@ -18,6 +18,10 @@ import msgspec
 from epd_proxy.media import EMBEDS, Item, Place
 from epd_proxy.payload import Json, array_of, elements_of, is_array, object_of, to_json
 from epd_proxy.reports import Feature
+from epd_proxy.tensors import tensor_base64
+
+Writer: TypeAlias = Callable[[Sequence[bytes]], bytes | None]
+"""Makes a JSON value of numbers that are JSON; None if it cannot hold them."""
 
 Described: TypeAlias = tuple[Item, tuple[Feature, ...]]
 """An item with the features that its encoder reported."""
@@ -30,14 +34,31 @@ class References(NamedTuple):
 
     parts: Mapping[Place, bytes]
     """Parts that take the place of the caller's."""
+    raw_parts: Mapping[Place, bytes]
+    """The caller's media itself, under its content key, for who finds things by content."""
     transfer: bytes | None
     """``ec_transfer_params`` for the consumer; None where there is nothing to tell."""
     stand_for_media: bool
     """Whether an engine that has no embeddings could not answer the body."""
 
 
+def as_array(numbers: Sequence[bytes]) -> bytes:
+    """A flat JSON array, which is what vLLM takes as metadata."""
+    return array_of(numbers)
+
+
+def as_tensor(numbers: Sequence[bytes]) -> bytes | None:
+    """A tensor, which is what engines before vLLM 0.33 take."""
+    tensor = tensor_base64(numbers)
+    return None if tensor is None else b'"%b"' % tensor
+
+
 def parts_for_consumer(
-    described: Sequence[Described], *, embedded: AbstractSet[str], with_sound: bool
+    described: Sequence[Described],
+    *,
+    embedded: AbstractSet[str],
+    with_sound: bool,
+    write: Writer = as_array,
 ) -> tuple[dict[Place, bytes], bool]:
     """
     The part that takes each item's place, and whether any of them is a reference.
@@ -46,7 +67,7 @@ def parts_for_consumer(
     raw. ``with_sound``: the request asks for ``use_audio_in_video``.
     """
     references = {
-        item.place: None if item.modality in embedded else _reference(item, features)
+        item.place: None if item.modality in embedded else _reference(item, features, write)
         for item, features in described
     }
     raw: AbstractSet[str] = _raw_modalities(described, references)
@@ -78,11 +99,11 @@ def _raw_modalities(
     return raw
 
 
-def _reference(item: Item, features: Iterable[Feature]) -> dict[str, Json] | None:
+def _reference(item: Item, features: Iterable[Feature], write: Writer) -> dict[str, Json] | None:
     """The part built anew: a left-over ``image_url`` beside ``image_embeds`` would win over it."""
     embeds: dict[str, Json] = {}
     for feature in features:
-        metadata = {name: _flat(value) for name, value in feature.metadata.items()}
+        metadata = {name: _flat(value, write) for name, value in feature.metadata.items()}
         if not metadata or feature.modality not in ALL_MODALITIES or None in metadata.values():
             return None
         embeds[f"{feature.modality}_embeds"] = object_of(
@@ -94,7 +115,7 @@ def _reference(item: Item, features: Iterable[Feature]) -> dict[str, Json] | Non
     return {"type": to_json(kind), **embeds, "uuid": item.uuid, **item.extras()}
 
 
-def _flat(value: msgspec.Raw) -> bytes | None:
+def _flat(value: msgspec.Raw, write: Writer) -> bytes | None:
     """
     A list of numbers, flattened by one level, every number spelled as it came.
 
@@ -104,7 +125,9 @@ def _flat(value: msgspec.Raw) -> bytes | None:
     numbers: list[msgspec.Raw] = []
     for element in _elements(value):
         numbers += _elements(element)
-    return array_of(numbers) if numbers and all(map(_is_number, numbers)) else None
+    if not numbers or not all(map(_is_number, numbers)):
+        return None
+    return write([bytes(number) for number in numbers])
 
 
 def _elements(value: msgspec.Raw) -> list[msgspec.Raw]:

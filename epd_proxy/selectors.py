@@ -9,8 +9,10 @@ kept by instance, never by position.
 
 from __future__ import annotations
 
+import pkgutil
 import random
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from typing import Protocol, TypeVar
 
 from epd_proxy.config import Config, flag_name
@@ -122,6 +124,8 @@ def _without_strangers(
     return {instance: state[instance] for instance in ready if instance in state}
 
 
+ENTRY_POINTS = "epd_proxy.selectors"
+
 SELECTORS: Mapping[str, Callable[[], Selector]] = {
     "round-robin": RoundRobin,
     "random": Random,
@@ -175,7 +179,26 @@ class Selection:
 
 
 def _create(role: Role, name: str) -> Selector:
-    if name not in SELECTORS:
-        known = ", ".join(SELECTORS)
-        raise ConfigError(flag_name(f"{role}_selector"), f"{name!r} is none of {known}")
-    return SELECTORS[name]()
+    try:
+        selector = _factory(name)()
+        if not callable(getattr(selector, "pick", None)):
+            raise TypeError("it makes objects that have no method pick")
+    except Exception as exc:
+        # Whatever a stranger's module does when it is loaded, the flag is what brought it in.
+        reason = f"{name!r} cannot be used: {exc}"
+        raise ConfigError(flag_name(f"{role}_selector"), reason) from exc
+    return selector
+
+
+def _factory(name: str) -> Callable[[], Selector]:
+    """One of ours, one that a package has announced, or ``module:attribute``."""
+    if name in SELECTORS:
+        return SELECTORS[name]
+    announced = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name in announced:
+        found: Callable[[], Selector] = announced[name].load()
+        return found
+    if ":" in name:
+        factory: Callable[[], Selector] = pkgutil.resolve_name(name)
+        return factory
+    raise LookupError(f"known are {', '.join([*SELECTORS, *announced])}, and module:attribute")

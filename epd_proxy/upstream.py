@@ -15,7 +15,13 @@ from typing import Self
 import httpx
 
 from epd_proxy.config import Config, flag_name
-from epd_proxy.errors import ConfigError, RawHeaders, UpstreamError, UpstreamTimeout
+from epd_proxy.errors import (
+    ConfigError,
+    EngineRefusal,
+    RawHeaders,
+    UpstreamError,
+    UpstreamTimeout,
+)
 from epd_proxy.payload import Buffer, size_of
 from epd_proxy.registry import Instance
 
@@ -49,6 +55,9 @@ _NOT_FORWARDED = _HOP_BY_HOP | {
     b"host",
     b"x-request-id",
 }
+# 5xx that tell the caller more than our 502 would: unsupported, overloaded.
+_TELLING = frozenset({501, 503, 529})
+_REFUSAL_HEADERS = frozenset({b"content-type", b"retry-after", b"www-authenticate"})
 _ROUTING_PREFIXES = (b"x-data-parallel-", b"x-encoder-", b"x-prefiller-")
 
 
@@ -127,6 +136,21 @@ class Answer:
         await self._response.aclose()
 
 
+async def accepted(answer: Answer) -> bytes:
+    """
+    The body of a 200.
+
+    Raises EngineRefusal for what the caller has to know, 4xx above all, and UpstreamError.
+    """
+    content, instance = await answer.read(), answer.instance
+    if answer.status == 200:
+        return content
+    if 400 <= answer.status < 500 or answer.status in _TELLING:
+        headers = [pair for pair in answer.headers if pair[0].lower() in _REFUSAL_HEADERS]
+        raise EngineRefusal(instance.role, instance.url, answer.status, headers, content)
+    raise UpstreamError(instance.role, instance.url, f"answered with status {answer.status}")
+
+
 class Upstream:
     """Calls engines over an httpx transport."""
 
@@ -137,7 +161,7 @@ class Upstream:
     async def aclose(self) -> None:
         await self._transport.aclose()
 
-    async def post(
+    async def chat(
         self,
         instance: Instance,
         headers: RawHeaders,
@@ -150,15 +174,21 @@ class Upstream:
         ``headers`` are the caller's, as forwarded; the call gets ``request_id`` for its own. Raises
         UpstreamError (502), UpstreamTimeout (504).
         """
+        headers = [(b"x-request-id", request_id.encode()), *headers]
+        return await self.post(instance, CHAT_PATH, headers, body)
+
+    async def post(
+        self, instance: Instance, path: str, headers: RawHeaders, body: Sequence[Buffer]
+    ) -> Answer:
+        """JSON to another path."""
         framing = [
             (b"content-type", b"application/json"),
             (b"content-length", str(size_of(body)).encode()),
-            (b"x-request-id", request_id.encode()),
         ]
-        return await self._send(instance, "POST", CHAT_PATH, [*framing, *headers], Buffers(body))
+        return await self._send(instance, "POST", path, [*framing, *headers], Buffers(body))
 
     async def get(self, instance: Instance, path: str, headers: RawHeaders) -> Answer:
-        """Like ``post``, without a body."""
+        """Without a body."""
         return await self._send(instance, "GET", path, headers, Buffers(()))
 
     async def _send(

@@ -4,6 +4,7 @@ import asyncio
 
 import httpx
 import pytest
+import respx
 
 from epd_proxy import Role
 from tests.backends import Backends, ask
@@ -102,3 +103,79 @@ async def test_models_without_a_decode_server_is_a_503_and_an_unreachable_one_a_
     proxy.registry.remove(proxy.registry.ready(Role.DECODE)[0])
     reply = await call(proxy, "GET", "/v1/models")
     assert (reply.status, reply.error["type"]) == (503, "overloaded_error")
+
+
+KEY = {"x-api-key": "secret"}
+
+
+def profilers(backends: Backends, path: str, **answers: httpx.Response) -> dict[str, respx.Route]:
+    """What the first engine of each role answers to a profiling call."""
+    return {
+        role: backends.router.post(f"http://{role[0]}0:8000{path}").mock(return_value=answer)
+        for role, answer in answers.items()
+    }
+
+
+@pytest.mark.parametrize("path", ["/start_profile", "/stop_profile"])
+async def test_profiling_goes_to_one_instance_of_each_role(path: str) -> None:
+    backends = Backends(encode=2, prefill=1, decode=2)
+    routes = profilers(
+        backends,
+        path,
+        encode=httpx.Response(200),
+        prefill=httpx.Response(404, json={"detail": "Not Found"}),
+        decode=httpx.Response(200, json={"message": "ok"}),
+    )
+    proxy = backends.proxy(admin_api_key="secret", profile_api_key="bearer")
+    headers = {**KEY, "authorization": "Bearer mine", "cookie": "a=1"}
+    for _ in range(2):
+        reply = await call(proxy, "POST", path, b'{"num_steps" : 5}', headers)
+        assert reply.status == 200
+        assert reply.json() == {"encode": {}, "prefill": None, "decode": {"message": "ok"}}
+    for route in routes.values():
+        assert route.call_count == 2
+        request = route.calls[0].request
+        assert request.content == b'{"num_steps" : 5}'
+        assert request.headers["authorization"] == "Bearer bearer"
+        assert "cookie" not in request.headers
+        assert "x-api-key" not in request.headers
+
+
+async def test_a_role_that_is_not_there_is_null_in_the_answer() -> None:
+    backends = Backends(encode=0)
+    profilers(backends, "/start_profile", decode=httpx.Response(200, text="started"))
+    reply = await call(backends.proxy(admin_api_key="secret"), "POST", "/start_profile", b"", KEY)
+    assert reply.json() == {"encode": None, "prefill": None, "decode": {}}
+
+
+async def test_a_fleet_without_profilers_is_a_503() -> None:
+    backends = Backends()
+    missing = httpx.Response(404)
+    profilers(backends, "/start_profile", encode=missing, decode=missing)
+    reply = await call(backends.proxy(admin_api_key="secret"), "POST", "/start_profile", b"", KEY)
+    assert reply.status == 503
+
+
+@pytest.mark.parametrize(("status", "expected"), [(409, 409), (500, 502)])
+async def test_an_engine_that_refuses_to_profile_is_told(status: int, expected: int) -> None:
+    backends = Backends()
+    refusal = httpx.Response(status, json={"error": {"message": "already running"}})
+    routes = profilers(
+        backends, "/start_profile", encode=refusal, decode=httpx.Response(200, json={})
+    )
+    reply = await call(backends.proxy(admin_api_key="secret"), "POST", "/start_profile", b"", KEY)
+    assert reply.status == expected
+    assert routes["decode"].call_count == 1
+
+
+@pytest.mark.parametrize("headers", [{}, {"x-api-key": ""}, {"x-api-key": "secreT"}])
+async def test_profiling_without_the_right_key_is_a_403(headers: dict[str, str]) -> None:
+    proxy = Backends().proxy(admin_api_key="secret")
+    reply = await call(proxy, "POST", "/stop_profile", b"{}", headers)
+    assert (reply.status, reply.error["type"]) == (403, "authentication_error")
+
+
+async def test_profiling_is_not_there_where_no_key_is_set() -> None:
+    proxy = Backends().proxy(admin_api_key="")
+    reply = await call(proxy, "POST", "/start_profile", b"{}", {"x-api-key": ""})
+    assert (reply.status, reply.error["type"]) == (404, "not_found_error")

@@ -21,6 +21,7 @@ ORDER = [
     "payload",
     "media",
     "reports",
+    "tensors",
     "references",
     "chat",
     "registry",

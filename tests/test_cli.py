@@ -73,7 +73,7 @@ def test_the_short_flags_repeat_and_take_lists_and_weights(served: Served) -> No
 def test_every_field_of_the_config_is_a_flag(served: Served) -> None:
     values = {
         "encode": "http://e",
-        "prefill": "http://p",
+        "prefill": "none",
         "decode": "http://d",
         "encode_selector": "weighted",
         "prefill_selector": "random",
@@ -83,6 +83,14 @@ def test_every_field_of_the_config_is_a_flag(served: Served) -> None:
         "connect_timeout": "0.5",
         "probe_timeout": "1.5",
         "max_body_size": "64KiB",
+        "encode_max_tokens": "1",
+        "metadata_format": "tensor",
+        "ec_consumer_zmq_addrs": "tcp://a:1,tcp://b:1",
+        "ec_consumer_dp_size": "2",
+        "kv_connector": "shared",
+        "kv_remote_host_from_url": None,
+        "admin_api_key": "secret",
+        "profile_api_key": "bearer",
         "no_rewrite": None,
         "trust_embeds": None,
         "log_requests": None,
@@ -97,6 +105,11 @@ def test_every_field_of_the_config_is_a_flag(served: Served) -> None:
     assert config.max_body_size == 65536
     assert config.no_rewrite
     assert config.trust_embeds
+    assert config.kv_remote_host_from_url
+    assert (config.kv_connector, config.metadata_format) == ("shared", "tensor")
+    assert config.ec_consumer_zmq_addrs == ("tcp://a:1", "tcp://b:1")
+    assert (config.ec_consumer_dp_size, config.encode_max_tokens) == (2, 1)
+    assert (config.admin_api_key, config.profile_api_key) == ("secret", "bearer")
 
 
 def test_by_default_it_listens_on_loopback_and_says_nothing_of_its_own(served: Served) -> None:

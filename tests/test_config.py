@@ -116,6 +116,10 @@ def test_a_size_is_bytes_or_text_with_a_unit(given: Any, size: int) -> None:
         ("max_body_size", 0, "--max-body-size"),
         ("no_rewrite", "perhaps", "--no-rewrite"),
         ("encode", 5, "--encode"),
+        ("metadata_format", "xml", "--metadata-format"),
+        ("kv_connector", "mooncake", "--kv-connector"),
+        ("ec_consumer_dp_size", 0, "--ec-consumer-dp-size"),
+        ("encode_max_tokens", -1, "--encode-max-tokens"),
         ("encode_selector", 5, "--encode-selector"),
     ],
 )
@@ -163,3 +167,34 @@ def test_a_config_does_not_change() -> None:
     config = Config(decode=D)
     with pytest.raises(AttributeError):
         config.decode_retries = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("decode", "size", "addresses"),
+    [
+        ("http://a", 1, "tcp://a:1"),
+        ("http://a,http://b", 1, ["tcp://a:1", "tcp://b:1"]),
+        ("http://a,http://b", 2, "tcp://a:1, tcp://a:2, tcp://b:1, tcp://b:2"),
+    ],
+)
+def test_there_is_one_push_address_for_each_decode_server_and_replica(
+    decode: str, size: int, addresses: Any
+) -> None:
+    config = Config(decode=decode, ec_consumer_dp_size=size, ec_consumer_zmq_addrs=addresses)
+    assert len(config.ec_consumer_zmq_addrs) == len(config.decode) * size
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"ec_consumer_dp_size": 2}, "1 addresses for 1 decode servers of 2 replicas each"),
+        ({"decode": "http://a,http://b"}, "1 addresses for 2 decode servers of 1 replicas each"),
+        ({"prefill": "http://p"}, "give no prefill server"),
+    ],
+)
+def test_a_wrong_count_or_a_prefill_role_beside_push_addresses_stops_the_start(
+    more: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        Config(**{"decode": D, "ec_consumer_zmq_addrs": ("tcp://a:1",), **more})
+    assert caught.value.option == "--ec-consumer-zmq-addrs"

@@ -336,3 +336,61 @@ async def test_the_trace_tells_who_served_what() -> None:
         ("decode", "http://d0:8000", 0),
     ]
     assert all(0 <= step.seconds < 5 for step in trace)
+
+
+async def test_with_a_shared_store_decode_finds_the_cache_by_content() -> None:
+    backends = epd()
+    backends.prefill[0].answers(httpx.Response(200, content=b"whatever it says"))
+    body = ask(image(), TEXT, stream=False)
+    reply = await chat(backends.proxy(kv_connector="shared"), body)
+    assert reply.status == 200
+    (prefill,), (decode,) = backends.prefill[0].bodies, backends.decode[0].bodies
+    assert "kv_transfer_params" not in prefill
+    assert prefill["max_tokens"] == 1
+    assert prefill["ec_transfer_params"].keys() == {"any-hash"}
+    (reference, _), (media, _) = (each["messages"][0]["content"] for each in (prefill, decode))
+    assert reference["type"] == "image_embeds"
+    assert media == {**image(), "uuid": reference["uuid"]}
+    assert decode == {**body, "messages": decode["messages"]}
+
+
+async def test_with_a_shared_store_text_reaches_decode_as_it_came() -> None:
+    backends = epd()
+    body = json.dumps(ask(TEXT), indent=1).encode()
+    await chat(backends.proxy(kv_connector="shared"), body)
+    assert backends.decode[0].raw == [body]
+
+
+async def test_with_a_shared_store_and_no_rewriting_decode_gets_the_callers_words() -> None:
+    backends = epd()
+    body = json.dumps(ask(image(), TEXT), indent=1).encode()
+    await chat(backends.proxy(kv_connector="shared", no_rewrite=True), body)
+    assert backends.decode[0].raw == [body]
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [("http://10.0.0.31:8000", "10.0.0.31"), ("http://[fd00::1]:8000/x", "fd00::1")],
+)
+async def test_the_handles_host_is_that_of_prefills_url_where_it_is_told(
+    url: str, host: str
+) -> None:
+    backends = epd(encode=0)
+    raw = b'{"kv_transfer_params":{"remote_host":"localhost","remote_port":5600,"x":[1.0]}}'
+    backends.router.post(url + CHAT).respond(200, content=raw)
+    proxy = backends.proxy(prefill=url, kv_remote_host_from_url=True)
+    await chat(proxy, ask(TEXT))
+    expected = b'{"remote_host":"%b","remote_port":5600,"x":[1.0]}' % host.encode()
+    assert b'"kv_transfer_params":' + expected in backends.decode[0].raw[0]
+
+
+async def test_no_handle_has_no_host_to_replace() -> None:
+    backends = epd(encode=0)
+    backends.prefill[0].answers(httpx.Response(200, json={"kv_transfer_params": None}))
+    assert (await chat(backends.proxy(kv_remote_host_from_url=True), ask(TEXT))).status == 200
+
+
+async def test_older_encoders_get_the_max_tokens_they_need() -> None:
+    backends = epd(prefill=0)
+    await chat(backends.proxy(encode_max_tokens=1), ask(image()))
+    assert backends.encode[0].bodies[0]["max_tokens"] == 1

@@ -8,6 +8,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -105,8 +106,55 @@ def test_weighted_takes_in_a_newcomer() -> None:
 
 def test_the_names_that_a_config_may_say() -> None:
     assert list(SELECTORS) == ["round-robin", "random", "weighted"]
-    with pytest.raises(ConfigError, match="--prefill-selector: 'fastest' is none of round-robin"):
+    with pytest.raises(ConfigError, match="known are round-robin, random, weighted, and module:"):
         EPDProxy(config=Config(decode="http://d", prefill_selector="fastest"))
+
+
+class Last:
+    """A stranger's selector."""
+
+    def pick(self, ready: tuple[Instance, ...], key: str | None) -> Instance:
+        return ready[-1]
+
+
+no_selector = object
+broken = None
+
+
+def test_a_selector_comes_from_any_module() -> None:
+    chosen = selection(Config(decode="http://a,http://b", decode_selector=f"{__name__}:Last"))
+    assert [chosen.pick(Role.DECODE).url for _ in range(3)] == ["http://b"] * 3
+
+
+def test_a_selector_comes_from_any_package_that_announces_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "stranger-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
+    points = f"[epd_proxy.selectors]\nalways-last = {__name__}:Last\n"
+    (package / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(tmp_path)
+    chosen = selection(Config(decode="http://a,http://b", decode_selector="always-last"))
+    assert chosen.pick(Role.DECODE).url == "http://b"
+    with pytest.raises(ConfigError, match="known are round-robin, random, weighted, always-last"):
+        selection(Config(decode="http://a", decode_selector="fastest"))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("no.such.module:Selector", "No module named 'no'"),
+        (f"{__name__}:Missing", "no attribute 'Missing'"),
+        (f"{__name__}:no_selector", "no method pick"),
+        (f"{__name__}:broken", "not callable"),
+        ("not a name:at all", "invalid format"),
+    ],
+)
+def test_a_selector_that_cannot_be_loaded_stops_the_start(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        selection(Config(decode="http://d", decode_selector=name))
+    assert caught.value.option == "--decode-selector"
 
 
 def selection(config: Config) -> Selection:
@@ -139,3 +187,15 @@ def test_a_role_that_is_configured_but_not_ready_is_a_503_of_its_stage() -> None
 
 def test_a_role_that_is_not_configured_is_no_error() -> None:
     assert not selection(Config(decode="http://a")).has(Role.ENCODE)
+
+
+def test_the_readmes_selector_can_be_pasted_and_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    code = readme.partition("<!-- selector -->\n```python\n")[2].partition("```")[0]
+    (tmp_path / "fewest.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    chosen = selection(Config(decode="http://a,http://b", decode_selector="fewest:FewestCalls"))
+    with chosen.registry.ready(Role.DECODE)[0].in_use():
+        assert chosen.pick(Role.DECODE).url == "http://b"
