@@ -73,7 +73,7 @@ class Admin:
     async def models(self, exchange: Exchange) -> None:
         """The list of models of a decode server. Raises NoInstance, UpstreamError."""
         instance = self._informants.pick(self._selection.ready(Role.DECODE), None)
-        headers = forwarded_headers(exchange.headers.raw)
+        headers = forwarded_headers(exchange.headers)
         with instance.in_use():
             async with await self._upstream.get(instance, "/v1/models", headers) as answer:
                 await relay(answer, exchange)
@@ -93,7 +93,7 @@ class Admin:
         """
         if not self._key:
             raise NotFound(f"there is nothing at {path}")
-        given = exchange.headers.get("x-api-key", "").encode("latin-1")
+        given = exchange.header(b"x-api-key").encode("latin-1")
         if not hmac.compare_digest(given, self._key):
             raise Forbidden("profiling needs the right X-API-Key")
         body = await exchange.read(self._max_body_size)

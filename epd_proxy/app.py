@@ -18,7 +18,8 @@ from starlette.websockets import WebSocketClose
 from epd_proxy.admin import Admin
 from epd_proxy.asgi import Exchange, local_path
 from epd_proxy.config import Config
-from epd_proxy.errors import ConfigError, MethodNotAllowed, NotFound, ProxyError
+from epd_proxy.errors import ConfigError, MethodNotAllowed, NotFound, ProxyError, RequestError
+from epd_proxy.payload import TOO_DEEP
 from epd_proxy.pipeline import Pipeline
 from epd_proxy.registry import Registry
 from epd_proxy.selectors import Selection
@@ -161,7 +162,7 @@ class EPDProxy:
         return runtime
 
     def _start(self) -> Runtime:
-        upstream = Upstream(self._transport or default_transport(), self.config)
+        upstream = Upstream(self._transport or default_transport(self.config), self.config)
         admin = Admin(self.config, self._selection, upstream)
         return Runtime(
             upstream,
@@ -200,6 +201,9 @@ def _name_of(scope: Scope, methods: Methods) -> str:
 
 
 def _as_proxy_error(exc: Exception, exchange: Exchange) -> ProxyError:
+    if isinstance(exc, RecursionError):
+        # What could just be decoded may be too deep for a second look from further down the stack.
+        return RequestError(TOO_DEEP)
     if not isinstance(exc, ProxyError):
         logger.exception("request %s failed inside the proxy", exchange.request_id)
         return ProxyError("the proxy failed to handle the request")

@@ -4,12 +4,10 @@ One HTTP exchange on top of ASGI: read the body with a cap, answer once, know wh
 
 from __future__ import annotations
 
+import random
 import re
-import uuid
-from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -54,10 +52,15 @@ class Exchange:
         self.scope = scope
         self._receive = receive
         self._send = send
-        self.headers = Headers(raw=scope["headers"])
-        self.request_id = _request_id(self.headers.get("x-request-id"))
+        self.headers: RawHeaders = scope["headers"]
+        self._values: dict[bytes, bytes] = dict(self.headers)
+        self.request_id = _request_id(self.header(b"x-request-id"))
         self.status = 0
         self.trace: list[Step] = scope.setdefault("epd_proxy.trace", [])
+
+    def header(self, name: bytes) -> str:
+        """One of the caller's headers, the last of that name; empty if there is none."""
+        return self._values.get(name, b"").decode("latin-1")
 
     @property
     def is_started(self) -> bool:
@@ -70,26 +73,22 @@ class Exchange:
         Raises BodyTooLarge (413) as soon as more than ``limit`` bytes are known to come, and
         ClientDisconnect if the caller leaves.
         """
-        declared = self.headers.get("content-length", "")
+        declared = self.header(b"content-length")
         if declared.isdecimal() and int(declared) > limit:
             raise _too_large(limit)
         chunks: list[bytes] = []
         size = 0
-        async for chunk in self._chunks():
-            size += len(chunk)
-            if size > limit:
-                raise _too_large(limit)
-            chunks.append(chunk)
-        return b"".join(chunks)
-
-    async def _chunks(self) -> AsyncIterator[bytes]:
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
-            yield message.get("body", b"")
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > limit:
+                raise _too_large(limit)
+            chunks.append(chunk)
             if not message.get("more_body", False):
-                return
+                return chunk if len(chunks) == 1 else b"".join(chunks)
 
     async def start(self, status: int, headers: RawHeaders) -> None:
         """Sends the head, with the request id in it."""
@@ -116,9 +115,9 @@ class Exchange:
         await self.respond(error.status, headers, body)
 
 
-def _request_id(given: str | None) -> str:
+def _request_id(given: str) -> str:
     """The caller's id where it is safe to repeat in headers and logs, else a new one."""
-    return given if given and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
 
 
 def _too_large(limit: int) -> BodyTooLarge:

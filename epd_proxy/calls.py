@@ -6,10 +6,10 @@ Every stage stands on this: ``pick`` goes to the selectors, ``ask`` and ``open``
 
 from __future__ import annotations
 
-import secrets
+import random
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from epd_proxy.asgi import Exchange, Step
 from epd_proxy.errors import RawHeaders
@@ -26,7 +26,7 @@ class Calls:
         self._exchange = exchange
         self._selection = selection
         self._upstream = upstream
-        self._headers = forwarded_headers(exchange.headers.raw)
+        self._headers = forwarded_headers(exchange.headers)
         self._replicas: dict[Instance, Replica] = {}
 
     def has(self, role: Role) -> bool:
@@ -50,36 +50,57 @@ class Calls:
 
         Raises EngineRefusal for what the caller has to know, 4xx above all, and UpstreamError.
         """
-        async with self._open(instance, name, body, self._headers) as answer:
+        async with self._call(instance, name, body, self._headers) as answer:
             return await accepted(answer)
 
-    def open(
-        self, instance: Instance, name: str, body: Sequence[Buffer]
-    ) -> AbstractAsyncContextManager[Answer]:
-        """
-        A decode call: its answer, whatever its status, once the head is there.
-
-        Leaving the context before the answer's end drops the connection. Raises UpstreamError.
-        """
+    def open(self, instance: Instance, name: str, body: Sequence[Buffer]) -> Call:
+        """A decode call."""
         headers = list(self._headers)
-        if encodings := self._exchange.headers.get("accept-encoding"):
+        if encodings := self._exchange.header(b"accept-encoding"):
             headers.append((b"accept-encoding", encodings.encode("latin-1")))
         if (rank := self.replica(instance).rank) is not None:
             headers.append((b"x-data-parallel-rank", str(rank).encode()))
-        return self._open(instance, name, body, headers)
+        return self._call(instance, name, body, headers)
 
-    @asynccontextmanager
-    async def _open(
+    def _call(
         self, instance: Instance, name: str, body: Sequence[Buffer], headers: RawHeaders
-    ) -> AsyncIterator[Answer]:
+    ) -> Call:
         # Engines keep requests by their ids, so no two calls may share one, retries included.
-        request_id = f"{self._exchange.request_id}:{name}:{secrets.token_hex(3)}"
-        began = time.perf_counter()
-        status = 0
+        request_id = f"{self._exchange.request_id}:{name}:{random.getrandbits(24):06x}"
+        answer = self._upstream.chat(instance, headers, request_id, body)
+        return Call(instance, answer, self._exchange.trace)
+
+
+class Call:
+    """
+    One call, as a context: its answer, whatever its status, once the head is there.
+
+    Leaving the context before the answer's end drops the connection. Raises UpstreamError.
+    """
+
+    __slots__ = ("_answer", "_began", "_coming", "_instance", "_trace")
+
+    def __init__(
+        self, instance: Instance, coming: Coroutine[Any, Any, Answer], trace: list[Step]
+    ) -> None:
+        self._instance = instance
+        self._coming = coming
+        self._trace = trace
+        self._answer: Answer
+
+    async def __aenter__(self) -> Answer:
+        self._began = time.perf_counter()
         try:
-            async with await self._upstream.chat(instance, headers, request_id, body) as answer:
-                status = answer.status
-                yield answer
-        finally:
-            seconds = time.perf_counter() - began
-            self._exchange.trace.append(Step(instance.role, instance.url, seconds, status))
+            self._answer = await self._coming
+        except BaseException:
+            self._note(0)
+            raise
+        return self._answer
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._answer.aclose()
+        self._note(self._answer.status)
+
+    def _note(self, status: int) -> None:
+        seconds = time.perf_counter() - self._began
+        self._trace.append(Step(self._instance.role, self._instance.url, seconds, status))

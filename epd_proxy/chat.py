@@ -4,25 +4,15 @@ A chat request as the stages see it: its media, and the body that each engine ge
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import chain
 
 from epd_proxy.errors import RequestError
 from epd_proxy.media import EMBEDS, MODALITY, Item, Messages, Part, Place, find_parts, items_of
-from epd_proxy.payload import TOO_DEEP, Buffer, Json, Payload, fields_of, object_of
+from epd_proxy.payload import Buffer, Json, Payload, fields_of, object_of
 
 # They name hosts that engines connect to.
 _TRANSFER_PARAMS = ("kv_transfer_params", "ec_transfer_params")
-
-
-@contextmanager
-def _refusing_deep_nesting() -> Iterator[None]:
-    # What could just be decoded may be too deep for a second look from further down the stack.
-    try:
-        yield
-    except RecursionError:
-        raise RequestError(TOO_DEEP) from None
 
 
 class Chat:
@@ -33,7 +23,6 @@ class Chat:
     instead. Raises RequestError (400), naming the place.
     """
 
-    @_refusing_deep_nesting()
     def __init__(self, body: bytes, *, trust_embeds: bool = False) -> None:
         self.payload = Payload(body)
         parts = find_parts(self.payload)
@@ -63,19 +52,20 @@ class Chat:
 
     async def items(self) -> list[Item]:
         """The media under its content keys."""
-        with _refusing_deep_nesting():
-            return await items_of(self.payload, self.messages, self.media)
+        return await items_of(self.payload, self.messages, self.media)
 
-    @_refusing_deep_nesting()
-    def body(self, changes: Mapping[str, Json | None], parts: Mapping[Place, Json]) -> list[Buffer]:
+    def with_parts(self, parts: Mapping[Place, Json]) -> dict[str, Json]:
+        """The change of fields that puts these parts into the messages."""
+        return {"messages": self.messages.with_parts(parts)} if parts else {}
+
+    def body(self, changes: Mapping[str, Json | None]) -> list[Buffer]:
         """
-        The caller's body with other fields and other parts, for prefill or decode.
+        The caller's body with other fields, for prefill or decode; None removes one.
 
         What the caller must not say to engines is gone from it. Where nothing changes, the bytes
         that came.
         """
-        messages = {"messages": self.messages.with_parts(parts)} if parts else {}
-        return self.payload.with_fields({**self._clean, **messages, **changes})
+        return self.payload.with_fields({**self._clean, **changes})
 
 
 def _without_transfer_params(payload: Payload) -> dict[str, Json | None]:

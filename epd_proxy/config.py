@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 from msgspec import Meta, Struct
@@ -26,6 +26,7 @@ _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 # Names in other scripts are for the resolver's rules to judge.
 _HOST = re.compile(r"[a-z0-9._-]+|.*[^\x00-\x7f].*")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
+_UNIX = "http+unix"
 
 
 class InstanceConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,8 +52,10 @@ def normalised_url(text: str) -> str:
     if not text.isprintable() or " " in text:
         raise ValueError(f"{text!r} holds blanks or control characters")
     parts = urlsplit(text)
+    if parts.scheme == _UNIX:
+        return f"{_UNIX}://{_socket(parts.netloc)}{parts.path.rstrip('/')}"
     if parts.scheme not in _DEFAULT_PORTS:
-        raise ValueError(f"{text!r} must start with http:// or https://")
+        raise ValueError(f"{text!r} must start with http:// or https:// (or http+unix://)")
     if "@" in parts.netloc:
         raise ValueError("an address must not hold a user name or password")
     if parts.query or parts.fragment:
@@ -73,6 +76,14 @@ def normalised_url(text: str) -> str:
     if port is not None and port != _DEFAULT_PORTS[parts.scheme]:
         host = f"{host}:{port}"
     return f"{parts.scheme}://{host}{parts.path.rstrip('/')}"
+
+
+def _socket(netloc: str) -> str:
+    """A socket's path as a host. Hosts are put into lower case, so capitals are escaped."""
+    path = unquote(netloc)
+    if not path.startswith("/"):
+        raise ValueError(f"{netloc!r} is no path of a socket: write http+unix://%2Fpath%2Fto%2Fit")
+    return re.sub(rb"[^a-z0-9._-]", lambda found: b"%%%02X" % ord(found[0]), path.encode()).decode()
 
 
 def parse_instances(value: Any) -> tuple[InstanceConfig, ...]:
@@ -220,6 +231,20 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = False
     connect_timeout: Annotated[
         float, NotNegative, Flag("seconds to reach an engine; 0: no limit")
+    ] = 5.0
+    keep_alive: Annotated[
+        float,
+        NotNegative,
+        Flag(
+            "seconds for which an idle connection to an engine may be used again; 0: never;"
+            " half of VLLM_HTTP_TIMEOUT_KEEP_ALIVE where that is set"
+        ),
+    ] = 2.5
+    max_connections: Annotated[
+        int, NotNegative, Flag("connections to one engine at most; 0: no limit")
+    ] = 0
+    pool_timeout: Annotated[
+        float, NotNegative, Flag("seconds to wait for one of them; 0: no limit")
     ] = 5.0
     probe_timeout: Annotated[
         float, NotNegative, Flag("seconds an engine has to answer GET /health; 0: no limit")

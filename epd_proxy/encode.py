@@ -28,7 +28,7 @@ from epd_proxy.references import (
     parts_for_consumer,
     transfer_params,
 )
-from epd_proxy.registry import Instance, Role
+from epd_proxy.registry import Instance, Lease, Role
 from epd_proxy.reports import Feature, Report, Unmatched, match, parse_report
 
 # What has a say in the cache key or in the engine's queue, and so must be the same everywhere.
@@ -42,7 +42,7 @@ class Group(NamedTuple):
     first: int
     """The index in the request of the first item."""
     items: list[Item]
-    leases: ExitStack
+    lease: Lease
     """The items' share in the instance's load: given back when the call ends, or the stage."""
 
 
@@ -59,6 +59,7 @@ class EncodeStage:
     def __init__(self, config: Config) -> None:
         self._batch_size = config.encoder_batch_size
         self._rewrites = not config.no_rewrite
+        self._pins = config.kv_connector == "shared"
         self._write = as_tensor if config.metadata_format == "tensor" else as_array
         self._own_fields: dict[str, Json] = {"stream": b"false"}
         if config.encode_max_tokens:
@@ -91,7 +92,7 @@ class EncodeStage:
         parts, rewritten = parts_for_consumer(
             described, embedded=chat.embedded, with_sound=chat.with_sound, write=self._write
         )
-        pinned = {item.place: object_of(item.pinned()) for item in items}
+        pinned = {item.place: object_of(item.pinned()) for item in items} if self._pins else {}
         return References(parts, pinned, transfer, stand_for_media=rewritten or bool(chat.embedded))
 
     def _assign(self, calls: Calls, items: Sequence[Item], stage: ExitStack) -> list[Group]:
@@ -101,17 +102,17 @@ class EncodeStage:
             instance = calls.pick(Role.ENCODE, item.key)
             group = shared.get(instance) if item.modality == "image" else None
             if group is None or len(group.items) == self._batch_size:
-                group = Group(instance, index, [], stage.enter_context(ExitStack()))
+                group = Group(instance, index, [], stage.enter_context(Lease()))
                 groups.append(group)
                 if item.modality == "image":
                     shared[instance] = group
-            group.leases.enter_context(instance.in_use())
+            group.lease.take(instance)
             group.items.append(item)
         return groups
 
     async def _encode(self, calls: Calls, chat: Chat, group: Group, push_to: str | None) -> Encoded:
         push = Push(push_to, group.items, chat) if push_to else None
-        with group.leases:
+        with group.lease:
             body = self._body(chat, group, push)
             content = await calls.ask(group.instance, str(group.first), body)
         report = _report_of(content, group.instance)

@@ -46,7 +46,7 @@ _MARK = f"cut{secrets.token_hex(8)}"
 _MARK_BYTES = _MARK.encode()
 _DIGITS = 8
 
-_SHORTEST_CUT = 1024
+_SHORTEST_CUT = 8192  # below, msgspec is quicker than cutting and putting together
 _MOST_MISSES = 1000  # of a body full of what looks like a beginning, msgspec reads the rest
 _SEARCH_WINDOW = 4096
 _VALIDATION_WINDOW = 1 << 18  # a multiple of four characters, so that windows decode one by one
@@ -116,13 +116,9 @@ class Payload:
 
         Without changes, the bytes that came.
         """
-        changes = {
-            name: value for name, value in changes.items() if value is not None or name in self.tree
-        }
-        if not changes:
+        if all(value is None and name not in self.tree for name, value in changes.items()):
             return [self.body]
-        fields = {**self.fields, **changes}
-        return self.expand(object_of({k: v for k, v in fields.items() if v is not None}))
+        return self.expand(object_of({**self.fields, **changes}))
 
 
 def fields_of(value: Json) -> dict[str, msgspec.Raw]:
@@ -135,10 +131,11 @@ def elements_of(value: Json) -> list[msgspec.Raw]:
     return _ELEMENTS.decode(value)
 
 
-def object_of(fields: Mapping[str, Json]) -> bytes:
-    """A JSON object of members that are JSON already."""
-    members = (b"%b:%b" % (to_json(name), value) for name, value in fields.items())
-    return b"{" + b",".join(members) + b"}"
+def object_of(fields: Mapping[str, Json | None]) -> bytes:
+    """A JSON object of members that are JSON already; None leaves one out."""
+    return b"{%b}" % b",".join(
+        [b"%b:%b" % (to_json(name), value) for name, value in fields.items() if value is not None]
+    )
 
 
 def array_of(elements: Iterable[Json]) -> bytes:

@@ -5,20 +5,20 @@ One chat request from top to bottom: encode, prefill, decode, and all of it agai
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack
 
 from epd_proxy.asgi import Exchange
 from epd_proxy.calls import Calls
 from epd_proxy.chat import Chat
 from epd_proxy.config import Config
-from epd_proxy.decode import Prompt, decode, relay
+from epd_proxy.decode import decode, relay
 from epd_proxy.encode import EncodeStage
 from epd_proxy.media import Item
 from epd_proxy.payload import Json
 from epd_proxy.prefill import PrefillStage
 from epd_proxy.references import References
-from epd_proxy.registry import Instance, Role
+from epd_proxy.registry import Instance, Lease, Role
 from epd_proxy.selectors import Selection
 from epd_proxy.upstream import Answer, Upstream
 
@@ -52,12 +52,14 @@ class Pipeline:
         retries_left = max(0, self._config.decode_retries)
         failed: Instance | None = None
         while True:
-            with ExitStack() as lease:
+            with Lease() as lease:
                 # Encoders that push must know the consumer; else it is chosen when its turn comes.
-                decoder = self._take_decoder(calls, failed, lease) if self._pushes else None
+                decoder = None
+                if self._pushes:
+                    decoder = lease.take(calls.pick(Role.DECODE, avoid=failed))
                 references = await self._references(calls, chat, items, decoder)
                 prompt = await self._prompt(calls, chat, references, roles)
-                decoder = decoder or self._take_decoder(calls, failed, lease)
+                decoder = decoder or lease.take(calls.pick(Role.DECODE, avoid=failed))
                 async with decode(calls, decoder, chat, prompt) as answer:
                     redo = answer.status == 500 and retries_left > 0
                     if answer.status >= 500:
@@ -70,11 +72,6 @@ class Pipeline:
             failed = decoder
             retries_left -= 1
 
-    def _take_decoder(self, calls: Calls, failed: Instance | None, lease: ExitStack) -> Instance:
-        decoder = calls.pick(Role.DECODE, avoid=failed)
-        lease.enter_context(decoder.in_use())
-        return decoder
-
     async def _references(
         self, calls: Calls, chat: Chat, items: list[Item], consumer: Instance | None
     ) -> References:
@@ -85,17 +82,21 @@ class Pipeline:
 
     async def _prompt(
         self, calls: Calls, chat: Chat, references: References, roles: AbstractSet[Role]
-    ) -> Prompt:
-        """What decode gets in place of media, and what it is told of the caches that hold it."""
+    ) -> Mapping[str, Json]:
+        """
+        Decode's fields that differ from the caller's.
+
+        They stand for the media, and tell of the caches that hold it.
+        """
+        messages = chat.with_parts(references.parts)
         if Role.PREFILL not in roles:
-            return Prompt(references.parts, _named("ec_transfer_params", references.transfer))
-        handle = await self._prefill(calls, chat, references)
-        parts = references.raw_parts if self._shares_kv else references.parts
-        return Prompt(parts, _named("kv_transfer_params", handle))
-
-
-def _named(name: str, value: Json | None) -> dict[str, Json]:
-    return {} if value is None else {name: value}
+            if references.transfer is not None:
+                messages["ec_transfer_params"] = references.transfer
+            return messages
+        handle = await self._prefill(calls, chat, messages, references)
+        if self._shares_kv:
+            return chat.with_parts(references.raw_parts)
+        return messages if handle is None else {**messages, "kv_transfer_params": handle}
 
 
 def _log_failure(exchange: Exchange, answer: Answer, *, redo: bool) -> None:

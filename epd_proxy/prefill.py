@@ -4,6 +4,7 @@ The prefill stage: the prompt to a prefill server, a handle on its KV cache back
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import msgspec
@@ -48,19 +49,26 @@ class PrefillStage:
         self._wants_handle = config.kv_connector == "nixl"
         self._host_from_url = config.kv_remote_host_from_url
 
-    async def __call__(self, calls: Calls, chat: Chat, references: References) -> bytes | None:
+    async def __call__(
+        self, calls: Calls, chat: Chat, messages: Mapping[str, Json], references: References
+    ) -> bytes | None:
         """
         ``kv_transfer_params`` for decode, verbatim; None if there is none.
 
-        Raises UpstreamError (502) if a handle was wanted, none came, and the body holds references:
-        decode cannot rebuild what they stand for.
+        ``messages``: the field with the references in it. Raises UpstreamError (502) if a handle
+        was wanted, none came, and the body holds references: decode cannot rebuild what they stand
+        for.
         """
         instance = calls.pick(Role.PREFILL)
-        changes = _one_token(chat) | {"ec_transfer_params": references.transfer}
+        changes = {
+            **messages,
+            **_one_token(chat),
+            "ec_transfer_params": references.transfer,
+        }
         if self._wants_handle:
             changes["kv_transfer_params"] = _ASK_FOR_HANDLE
         with instance.in_use():
-            content = await calls.ask(instance, "p", chat.body(changes, references.parts))
+            content = await calls.ask(instance, "p", chat.body(changes))
         if not self._wants_handle:
             return None
         handle = _handle_of(content, instance)

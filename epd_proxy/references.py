@@ -35,7 +35,7 @@ class References(NamedTuple):
     parts: Mapping[Place, bytes]
     """Parts that take the place of the caller's."""
     raw_parts: Mapping[Place, bytes]
-    """The caller's media itself, under its content key, for who finds things by content."""
+    """The caller's media itself, under its content key, where KV is shared by content."""
     transfer: bytes | None
     """``ec_transfer_params`` for the consumer; None where there is nothing to tell."""
     stand_for_media: bool

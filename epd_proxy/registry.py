@@ -10,9 +10,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from epd_proxy.config import Config
 
@@ -70,14 +69,36 @@ class Instance:
     def __repr__(self) -> str:
         return f"<Instance {self.role} {self.url} weight={self.weight:g} load={self.load}>"
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
+    def in_use(self) -> Lease:
         """Counts a call in ``load`` while it runs, whatever its end."""
-        self.load += 1
-        try:
-            yield
-        finally:
-            self.load -= 1
+        lease = Lease()
+        lease.take(self)
+        return lease
+
+
+class Lease:
+    """Shares in the loads of instances, given back together; a context manager."""
+
+    __slots__ = ("_taken",)
+
+    def __init__(self) -> None:
+        self._taken: list[Instance] = []
+
+    def take(self, instance: Instance) -> Instance:
+        instance.load += 1
+        self._taken.append(instance)
+        return instance
+
+    def give_back(self) -> None:
+        for instance in self._taken:
+            instance.load -= 1
+        self._taken.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.give_back()
 
 
 class Registry:

@@ -71,6 +71,21 @@ class Feature(NamedTuple):
     transfer_id: str | None
 
 
+_ABSENT = msgspec.Raw(b"")
+
+
+class _EntryFields(msgspec.Struct):
+    mm_hash: Any = None
+    modality: Any = None
+    item_indices: Any = None
+    metadata: msgspec.Raw = _ABSENT
+    transfer_id: Any = None
+
+
+_ENTRY = msgspec.json.Decoder(_EntryFields)
+_NOTHING = _EntryFields()
+
+
 def parse_report(params: msgspec.Raw) -> Report:
     """
     Anything but an object counts as no report; members that are no objects are passed over.
@@ -81,39 +96,38 @@ def parse_report(params: msgspec.Raw) -> Report:
         return Report([], {}, [])
     members = fields_of(params)
     handles = {name: value for name, value in members.items() if is_object(value)}
-    elements = _listed(members.get("ec_items"))
-    listed = [_entry(_text(element.get("mm_hash")), element, [k]) for k, element in elements]
-    keyed = [_keyed_entry(name, fields_of(value)) for name, value in handles.items()]
+    keyed = [_entry(name, _ENTRY.decode(value)) for name, value in handles.items()]
+    listed = [_listed_entry(k, value) for k, value in enumerate(_elements(members))]
     return Report(keyed or listed, handles, [entry.transfer_id for entry in listed])
 
 
-def _listed(items: msgspec.Raw | None) -> list[tuple[int, dict[str, msgspec.Raw]]]:
-    if items is None or not is_array(items):
-        return []
-    elements = enumerate(elements_of(items))
-    return [(k, fields_of(element) if is_object(element) else {}) for k, element in elements]
+def _elements(members: dict[str, msgspec.Raw]) -> list[msgspec.Raw]:
+    items = members.get("ec_items")
+    return elements_of(items) if items is not None and is_array(items) else []
 
 
-def _keyed_entry(name: str, fields: dict[str, msgspec.Raw]) -> Entry:
-    indices = fields.get("item_indices")
-    tree = None if indices is None else msgspec.json.decode(indices)
-    # Form 5 holds a handle alone: nothing in it is metadata.
-    return _entry(name, {"metadata": msgspec.Raw(b"{}"), **fields}, tree)
+def _listed_entry(position: int, value: msgspec.Raw) -> Entry:
+    fields = _ENTRY.decode(value) if is_object(value) else _NOTHING
+    entry = _entry(_text(fields.mm_hash) or "", fields)._replace(indices=[position])
+    if fields is _NOTHING or fields.metadata is not _ABSENT:
+        return entry
+    inline = {name: v for name, v in fields_of(value).items() if name not in _NOT_METADATA}
+    return entry._replace(metadata=inline)
 
 
-def _entry(mm_hash: str | None, fields: dict[str, msgspec.Raw], indices: Any) -> Entry:
-    if "metadata" in fields:
-        found = fields["metadata"]
-        metadata = fields_of(found) if is_object(found) else {}
-    else:
-        metadata = {name: v for name, v in fields.items() if name not in _NOT_METADATA}
+def _entry(mm_hash: str, fields: _EntryFields) -> Entry:
     return Entry(
-        mm_hash or "",
-        _text(fields.get("modality")),
-        indices,
-        metadata,
-        _text(fields.get("transfer_id")),
+        mm_hash,
+        _text(fields.modality),
+        fields.item_indices,
+        # Form 5 holds a handle alone: nothing in it is metadata.
+        fields_of(fields.metadata) if is_object(fields.metadata) else {},
+        _text(fields.transfer_id),
     )
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def match(items: Sequence[Item], report: Report, *, with_sound: bool) -> list[tuple[Feature, ...]]:
@@ -206,8 +220,3 @@ def _feature(item: Item, entry: Entry, report: Report, position: int) -> Feature
     listed = report.transfer_ids[position : position + 1]
     transfer_id = (listed[0] if listed else None) or entry.transfer_id
     return Feature(entry.mm_hash, entry.modality or item.modality, entry.metadata, transfer_id)
-
-
-def _text(value: msgspec.Raw | None) -> str | None:
-    tree = None if value is None else msgspec.json.decode(value)
-    return tree if isinstance(tree, str) else None

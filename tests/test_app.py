@@ -362,7 +362,7 @@ def test_around_an_app_it_ends_with_the_apps_lifespan() -> None:
 
 
 async def test_a_transport_of_the_hosts_stays_the_hosts() -> None:
-    transport = default_transport()
+    transport = default_transport(Config(decode="http://d"))
     proxy = tracked(transport=transport)
     async with proxy:
         pass

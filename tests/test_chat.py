@@ -22,13 +22,13 @@ def chat_of(*parts: Any, trust_embeds: bool = False, **fields: Any) -> Chat:
 
 
 def body_of(found: Chat) -> Any:
-    return json.loads(b"".join(found.body({}, {})))
+    return json.loads(b"".join(found.body({})))
 
 
 def test_a_body_in_which_nothing_changes_is_the_bytes_that_came() -> None:
     body = b'{ "messages" : [ ] , "kv_transfer_params" : null , "vllm_xargs" : { "x" : 1 } }'
 
-    (sent,) = Chat(body).body({"ec_transfer_params": None}, {})
+    (sent,) = Chat(body).body({"ec_transfer_params": None})
 
     assert sent is body
 
@@ -51,7 +51,7 @@ def test_transfer_params_are_dropped_from_vllm_xargs_where_the_rest_keeps_its_by
         b'"ec_transfer_params":{"h":{}},"b":"\\u0061"}}'
     )
 
-    sent = b"".join(Chat(body).body({}, {}))
+    sent = b"".join(Chat(body).body({}))
 
     assert sent == b'{"messages":[],"vllm_xargs":{"a":1.0,"b":"\\u0061"}}'
 
@@ -64,7 +64,7 @@ def test_odd_vllm_xargs_are_passed_on(value: Any) -> None:
 def test_the_proxys_own_transfer_params_replace_the_callers() -> None:
     found = chat_of("hi", kv_transfer_params={"remote_host": "10.6.6.6"})
 
-    sent = json.loads(b"".join(found.body({"kv_transfer_params": b'{"ours":1}'}, {})))
+    sent = json.loads(b"".join(found.body({"kv_transfer_params": b'{"ours":1}'})))
 
     assert sent == ask("hi", kv_transfer_params={"ours": 1})
 
@@ -72,7 +72,8 @@ def test_the_proxys_own_transfer_params_replace_the_callers() -> None:
 def test_parts_and_fields_change_together_and_the_rest_keeps_its_bytes() -> None:
     body = b'{"seed":1e5,"messages":[{"role":"user","content":[{"image_url":"x"},"\\u0061"]}]}'
 
-    sent = b"".join(Chat(body).body({"n": b"1"}, {Place(0, 0): b'{"type":"y"}'}))
+    found = Chat(body)
+    sent = b"".join(found.body({**found.with_parts({Place(0, 0): b'{"type":"y"}'}), "n": b"1"}))
 
     assert sent == (
         b'{"seed":1e5,"messages":[{"role":"user","content":[{"type":"y"},"\\u0061"]}],"n":1}'
@@ -212,14 +213,17 @@ async def test_nesting_near_the_interpreters_limit_is_served_or_a_400(body: byte
     assert statuses == sorted(statuses)
 
 
-async def test_nesting_that_hashing_finds_too_deep_is_a_400(
+async def test_nesting_that_a_later_look_finds_too_deep_is_a_400(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def too_deep(*_: Any, **__: Any) -> str:
         raise RecursionError
 
-    found = chat_of({"type": "input_audio", "input_audio": {"data": "A"}})
+    body = json.dumps(ask({"type": "input_audio", "input_audio": {"data": "A"}})).encode()
+    proxy = Backends().proxy()
     monkeypatch.setattr(json, "dumps", too_deep)
 
-    with pytest.raises(RequestError, match="nested too deeply"):
-        await found.items()
+    reply = await chat(proxy, body)
+
+    assert reply.status == 400
+    assert b"nested too deeply" in reply.body

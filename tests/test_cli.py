@@ -81,6 +81,9 @@ def test_every_field_of_the_config_is_a_flag(served: Served) -> None:
         "encoder_batch_size": "4",
         "decode_retries": "2",
         "connect_timeout": "0.5",
+        "keep_alive": "1.5",
+        "max_connections": "7",
+        "pool_timeout": "2.5",
         "probe_timeout": "1.5",
         "max_body_size": "64KiB",
         "encode_max_tokens": "1",
@@ -102,6 +105,7 @@ def test_every_field_of_the_config_is_a_flag(served: Served) -> None:
     assert [config.encode_selector, config.prefill_selector] == ["weighted", "random"]
     assert (config.encoder_batch_size, config.decode_retries) == (4, 2)
     assert (config.connect_timeout, config.probe_timeout) == (0.5, 1.5)
+    assert (config.keep_alive, config.max_connections, config.pool_timeout) == (1.5, 7, 2.5)
     assert config.max_body_size == 65536
     assert config.no_rewrite
     assert config.trust_embeds
@@ -208,6 +212,22 @@ def test_the_environment_has_comma_lists_switches_and_ports(
     assert urls(served.config.encode) == ["http://e"]
     assert served.config.no_rewrite
     assert (served.options["port"], served.options["ssl_keyfile"]) == (81, "k")
+
+
+def test_connections_live_half_as_long_as_vllms_variable_says(
+    served: Served, file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(file).write_text("keep_alive = 9\n" + FILE)
+    assert cli.main(["serve", "--config", file]) == 0
+    assert served.config.keep_alive == 9
+    monkeypatch.setenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "3")
+    assert cli.main(["serve", "--config", file]) == 0
+    assert served.config.keep_alive == 1.5
+    assert cli.main(["serve", "--config", file, "--keep-alive", "1"]) == 0
+    assert served.config.keep_alive == 1
+    monkeypatch.setenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "long")
+    assert cli.main(["serve", *DECODE]) == 2
+    assert "VLLM_HTTP_TIMEOUT_KEEP_ALIVE: 'long'" in capsys.readouterr().err
 
 
 def test_none_on_the_line_wins_over_the_file(served: Served, file: str) -> None:

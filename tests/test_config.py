@@ -27,6 +27,7 @@ def urls(value: Any) -> list[str]:
         ("http://h:1/Pre/Fix", "http://h:1/Pre/Fix"),
         ("http://[::1]:8000", "http://[::1]:8000"),
         ("http://[::1]", "http://[::1]"),
+        ("http+unix://%2frun%2fD.sock/x/", "http+unix://%2Frun%2F%44.sock/x"),
     ],
 )
 def test_an_address_is_kept_in_one_spelling(given: str, kept: str) -> None:
@@ -42,6 +43,8 @@ def test_an_address_is_kept_in_one_spelling(given: str, kept: str) -> None:
         ("http://h:99999", "Port out of range"),
         ("http://h:x", "Port could not be cast"),
         ("http://h:0", "port 0"),
+        ("http+unix:///run/d", "no path of a socket"),
+        ("http+unix://run", "no path of a socket"),
         ("http://", "no host"),
         ("http://:80", "no host"),
         ("http://[::1", "Invalid IPv6"),

@@ -22,7 +22,7 @@ from epd_proxy.payload import (
     to_json,
 )
 
-LONG = b"iVBORw0KGgo+/" * 400  # 5200 letters, a multiple of four
+LONG = b"iVBORw0KGgo+/" * 800  # 10400 letters, a multiple of four
 URL = b"data:image/png;base64," + LONG
 
 
@@ -173,7 +173,7 @@ def test_a_cut_that_ends_a_piece_leaves_no_empty_buffer() -> None:
 
 UNCUT = {
     "short": b'{"url":"data:;base64,AAAA"}',
-    "just too short": b'{"data":"%b"}' % (b"A" * 1020),
+    "just too short": b'{"data":"%b"}' % (b"A" * 8188),
     "a line break": rb'{"url":"data:;base64,%b\n%b"}' % (LONG, LONG),
     "an escaped slash": rb'{"url":"data:;base64,%b\/AAA"}' % LONG,
     "the other alphabet": b'{"url":"data:;base64,%b-_AA"}' % LONG,
@@ -251,7 +251,7 @@ def test_every_letter_of_a_long_run_is_checked_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_many_cuts_return_each_to_its_place() -> None:
-    runs = [bytes([letter]) * 1024 for letter in b"ABCDEFGHIJKL"]
+    runs = [bytes([letter]) * 8192 for letter in b"ABCDEFGHIJKL"]
     body = array_of([b'"data:;base64,%b"' % run for run in runs])
     payload = Payload(object_of({"a": body}))
 

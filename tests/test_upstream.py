@@ -154,6 +154,7 @@ async def test_a_compressed_report_is_read_and_a_broken_one_is_a_502() -> None:
         ("http://d/pre/fix/", "http://d/pre/fix/v1/chat/completions", "d"),
         ("https://d:443", "https://d/v1/chat/completions", "d"),
         ("http://[::1]:8000/", "http://[::1]:8000/v1/chat/completions", "[::1]:8000"),
+        ("http+unix://%2Frun%2Fd", "http+unix://%2frun%2fd/v1/chat/completions", "localhost"),
     ],
 )
 async def test_an_engine_is_called_below_its_address(address: str, target: str, host: str) -> None:
@@ -165,12 +166,12 @@ async def test_an_engine_is_called_below_its_address(address: str, target: str, 
     assert request.headers["host"] == host
 
 
-async def test_connecting_has_a_limit_and_nothing_else_has() -> None:
+async def test_connecting_and_waiting_in_line_have_limits() -> None:
     backends = Backends()
     await chat(backends.proxy(), ask(image()))
-    await chat(backends.proxy(connect_timeout=0), ask(image()))
+    await chat(backends.proxy(connect_timeout=0, pool_timeout=0), ask(image()))
     limits = [request.extensions["timeout"] for request in backends.decode[0].requests]
-    assert limits == [{"connect": 5.0}, {"connect": None}]
+    assert limits == [{"connect": 5.0, "pool": 5.0}, {"connect": None, "pool": None}]
 
 
 class Looker(httpx.AsyncBaseTransport):
@@ -183,12 +184,12 @@ class Looker(httpx.AsyncBaseTransport):
 
 
 async def test_a_body_is_sent_in_the_pieces_it_was_cut_into() -> None:
-    picture = "data:image/png;base64," + "QUJD" * 1000
+    picture = "data:image/png;base64," + "QUJD" * 4000
     transport = Looker()
     proxy = EPDProxy(config=Config(decode="http://d"), transport=transport)
     await chat(proxy, ask(image(picture), kv_transfer_params={"drop": "me"}))
     assert [type(buffer) for buffer in transport.buffers] == [bytes, memoryview, bytes]
-    assert bytes(transport.buffers[1]) == b"QUJD" * 1000
+    assert bytes(transport.buffers[1]) == b"QUJD" * 4000
 
 
 async def test_cookies_of_engines_are_not_kept() -> None:
@@ -211,7 +212,8 @@ async def test_a_redirect_is_not_followed() -> None:
 
 
 async def test_the_default_transport_reaches_nobody_where_nobody_listens() -> None:
-    upstream = Upstream(default_transport(), Config(decode="http://d"))
+    config = Config(decode="http://d")
+    upstream = Upstream(default_transport(config), config)
     with pytest.raises(Exception, match="could not be reached") as caught:
         await upstream.get(Instance(Role.DECODE, "http://127.0.0.1:1"), "/health", [])
     await upstream.aclose()
