@@ -236,11 +236,16 @@ def test_media_may_stay_as_the_caller_sent_it(fleet: Fleet, stream: bool) -> Non
         check_media_itself(verdict, control)
 
 
-@pytest.mark.parametrize("prompt", ["text", "one picture twice", "a picture that has a name"])
+# Pictures of their own: a front-end that has seen one raw, then as a reference, takes it for known
+# the next time it comes raw, and hands its engine no pixels.
+C, D, NAMED = image(84, 224), image(84, 280), {**image(84, 308), "uuid": "a shared/picture"}
+
+
+@pytest.mark.parametrize("parts", [[text()], [C, D, text("and the first again:"), C], [NAMED]])
 def test_a_shared_store_finds_the_kv_cache_by_content(
-    engines: Mapping[str, Oracle], prompt: str
+    engines: Mapping[str, Oracle], parts: list[dict[str, Any]]
 ) -> None:
-    body = chat(*PROMPTS[prompt], max_tokens=9)
+    body = chat(*parts, max_tokens=9)
     with Fleet(engines, WITH_PREFILL).behind("--kv-connector", "shared") as fleet:
         seen, control = fleet.ask(body), fleet.ask_directly(body)
     check_accepted(seen, control)
