@@ -126,8 +126,11 @@ class Item(NamedTuple):
         With a uuid, vLLM goes by the first payload key it knows, even if that is null: only the
         one that counted before may stay.
         """
-        others = {*_BY_KEY} - {self.kind}
-        part = {name: value for name, value in self.part.items() if name not in others}
+        part = {
+            name: value
+            for name, value in self.part.items()
+            if name == self.kind or name not in _BY_KEY
+        }
         return {**part, "uuid": self.uuid}
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from epd_proxy.config import flag_name
 from epd_proxy.errors import ConfigError
 
 _FILES = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
@@ -39,7 +40,7 @@ def check(app: ASGIApp, options: Mapping[str, Any]) -> None:
 def _check_tls(app: ASGIApp, options: Mapping[str, Any]) -> None:
     for name in _FILES:
         if (path := options.get(name)) and not Path(path).is_file():
-            raise ConfigError("--" + name.replace("_", "-"), f"{path}: there is no such file")
+            raise ConfigError(flag_name(name), f"{path}: there is no such file")
     if not options.get("ssl_certfile"):
         raise ConfigError("--ssl-certfile", "the other --ssl flags need it")
     try:

@@ -1,8 +1,9 @@
 """
 One call to one engine: its address, its headers, and what its failure means.
 
-The only module that knows httpx. The transport is called directly, so there is no cookie jar
-between callers, no proxy from the environment, no redirect and no header of a client's own.
+httpx is known here and in ``pool``, and to no stage. The transport is called directly, so there is
+no cookie jar between callers, no proxy from the environment, no redirect and no header of a
+client's own.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
+_NOT_RELAYED = _HOP_BY_HOP | {b"x-request-id"}
 # What describes the caller's own message, what names the caller to the proxy alone, and what tells
 # an engine to connect somewhere: that is for the proxy to say, or for nobody.
 _NOT_FORWARDED = _HOP_BY_HOP | {
@@ -59,7 +61,6 @@ _ROUTING_PREFIXES = (b"x-data-parallel-", b"x-encoder-", b"x-prefiller-")
 
 
 def default_transport(config: Config) -> httpx.AsyncBaseTransport:
-
     return ConnectionPool(
         keep_alive=config.keep_alive, max_connections=config.max_connections or None
     )
@@ -76,7 +77,7 @@ def forwarded_headers(headers: RawHeaders) -> RawHeaders:
 
 def relayed_headers(headers: RawHeaders) -> RawHeaders:
     """The headers of an engine's answer that are for the caller; the request id is ours."""
-    return _without(headers, _HOP_BY_HOP | {b"x-request-id"})
+    return _without(headers, _NOT_RELAYED)
 
 
 def _without(headers: RawHeaders, dropped: frozenset[bytes]) -> RawHeaders:
