@@ -15,10 +15,10 @@ from epd_proxy.asgi import Exchange
 from epd_proxy.config import Config
 from epd_proxy.decode import relay
 from epd_proxy.errors import Forbidden, NoInstance, NotFound, RawHeaders, UpstreamError
-from epd_proxy.payload import NO_JSON, object_of
+from epd_proxy.payload import NO_JSON, to_json
 from epd_proxy.registry import Instance, Role
 from epd_proxy.selectors import RoundRobin, Selection
-from epd_proxy.upstream import Upstream, accepted, forwarded_headers
+from epd_proxy.upstream import Forwarded, Upstream, accepted
 
 _JSON: RawHeaders = [(b"content-type", b"application/json")]
 
@@ -73,7 +73,7 @@ class Admin:
     async def models(self, exchange: Exchange) -> None:
         """The list of models of a decode server. Raises NoInstance, UpstreamError."""
         instance = self._informants.pick(self._selection.ready(Role.DECODE), None)
-        headers = forwarded_headers(exchange.headers)
+        headers = Forwarded(exchange.headers).fields
         with instance.in_use():
             async with await self._upstream.get(instance, "/v1/models", headers) as answer:
                 await relay(answer, exchange)
@@ -103,8 +103,8 @@ class Admin:
         said = await _all(self._profile_one(each, path, body) for each in instances)
         if not any(said):
             raise NoInstance("no server has a profiler")
-        answers = dict(zip(roles, said, strict=True))
-        content = object_of({role: answers.get(role) or b"null" for role in Role})
+        answers = {role: msgspec.Raw(each) for role, each in zip(roles, said, strict=True) if each}
+        content = to_json({role: answers.get(role) for role in Role})
         await exchange.respond(200, _JSON, content)
 
     async def _profile_one(self, instance: Instance, path: str, body: bytes) -> bytes | None:

@@ -101,14 +101,14 @@ class Exchange:
             }
         )
 
-    async def write(self, body: bytes, *, more: bool = True) -> None:
+    async def write(self, body: bytes, more: bool) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def respond(self, status: int, headers: RawHeaders, body: bytes) -> None:
         """Sends a whole answer."""
         length = (b"content-length", str(len(body)).encode())
         await self.start(status, [*headers, length])
-        await self.write(body, more=False)
+        await self.write(body, False)
 
     async def fail(self, error: ProxyError) -> None:
         headers, body = error.answer(self.request_id)

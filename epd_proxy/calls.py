@@ -16,7 +16,7 @@ from epd_proxy.errors import RawHeaders
 from epd_proxy.payload import Buffer
 from epd_proxy.registry import Instance, Replica, Role
 from epd_proxy.selectors import Selection
-from epd_proxy.upstream import Answer, Upstream, accepted, forwarded_headers
+from epd_proxy.upstream import Answer, Forwarded, Upstream, accepted
 
 
 class Calls:
@@ -26,7 +26,7 @@ class Calls:
         self._exchange = exchange
         self._selection = selection
         self._upstream = upstream
-        self._headers = forwarded_headers(exchange.headers)
+        self._forwarded = Forwarded(exchange.headers)
         self._replicas: dict[Instance, Replica] = {}
 
     def has(self, role: Role) -> bool:
@@ -50,24 +50,28 @@ class Calls:
 
         Raises EngineRefusal for what the caller has to know, 4xx above all, and UpstreamError.
         """
-        async with self._call(instance, name, body, self._headers) as answer:
+        async with self._call(instance, name, body) as answer:
             return await accepted(answer)
 
     def open(self, instance: Instance, name: str, body: Sequence[Buffer]) -> Call:
         """A decode call."""
-        headers = list(self._headers)
+        extra: RawHeaders = []
         if encodings := self._exchange.header(b"accept-encoding"):
-            headers.append((b"accept-encoding", encodings.encode("latin-1")))
+            extra.append((b"accept-encoding", encodings.encode("latin-1")))
         if (rank := self.replica(instance).rank) is not None:
-            headers.append((b"x-data-parallel-rank", str(rank).encode()))
-        return self._call(instance, name, body, headers)
+            extra.append((b"x-data-parallel-rank", str(rank).encode()))
+        return self._call(instance, name, body, extra)
 
     def _call(
-        self, instance: Instance, name: str, body: Sequence[Buffer], headers: RawHeaders
+        self,
+        instance: Instance,
+        name: str,
+        body: Sequence[Buffer],
+        extra: RawHeaders | None = None,
     ) -> Call:
         # Engines keep requests by their ids, so no two calls may share one, retries included.
         request_id = f"{self._exchange.request_id}:{name}:{random.getrandbits(24):06x}"
-        answer = self._upstream.chat(instance, headers, request_id, body)
+        answer = self._upstream.chat(instance, self._forwarded, request_id, body, extra)
         return Call(instance, answer, self._exchange.trace)
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain
 
+import msgspec
+
 from epd_proxy.errors import RequestError
 from epd_proxy.media import EMBEDS, MODALITY, Item, Messages, Part, Place, find_parts, items_of
-from epd_proxy.payload import Buffer, Json, Payload, fields_of, object_of
+from epd_proxy.payload import ABSENT, Buffer, Json, Payload, fields_of, to_json
 
 # They name hosts that engines connect to.
 _TRANSFER_PARAMS = ("kv_transfer_params", "ec_transfer_params")
@@ -55,30 +57,32 @@ class Chat:
         return await items_of(self.payload, self.messages, self.media)
 
     def with_parts(self, parts: Mapping[Place, Json]) -> dict[str, Json]:
-        """The change of fields that puts these parts into the messages."""
-        return {"messages": self.messages.with_parts(parts)} if parts else {}
+        """The change of fields that puts these parts into the messages, written once."""
+        if not parts:
+            return {}
+        return {"messages": msgspec.Raw(to_json(self.messages.with_parts(parts)))}
 
-    def body(self, changes: Mapping[str, Json | None]) -> list[Buffer]:
+    def body(self, changes: Mapping[str, Json]) -> list[Buffer]:
         """
-        The caller's body with other fields, for prefill or decode; None removes one.
+        The caller's body with other fields, for prefill or decode; ABSENT removes one.
 
         What the caller must not say to engines is gone from it. Where nothing changes, the bytes
         that came.
         """
-        return self.payload.with_fields({**self._clean, **changes})
+        return self.payload.with_fields({**self._clean, **changes} if self._clean else changes)
 
 
-def _without_transfer_params(payload: Payload) -> dict[str, Json | None]:
-    clean: dict[str, Json | None] = {
-        name: None for name in _TRANSFER_PARAMS if payload.tree.get(name) is not None
+def _without_transfer_params(payload: Payload) -> dict[str, Json]:
+    clean: dict[str, Json] = {
+        name: ABSENT for name in _TRANSFER_PARAMS if payload.tree.get(name) is not None
     }
     xargs = payload.tree.get("vllm_xargs")
     # vLLM merges these into the dictionary that carries the top-level ones.
     if isinstance(xargs, dict) and not xargs.keys().isdisjoint(_TRANSFER_PARAMS):
         fields = fields_of(payload.fields["vllm_xargs"])
-        clean["vllm_xargs"] = object_of(
-            {name: value for name, value in fields.items() if name not in _TRANSFER_PARAMS}
-        )
+        clean["vllm_xargs"] = {
+            name: value for name, value in fields.items() if name not in _TRANSFER_PARAMS
+        }
     return clean
 
 

@@ -32,4 +32,3 @@ async def relay(answer: Answer, exchange: Exchange) -> None:
     """
     await exchange.start(answer.status, relayed_headers(answer.headers))
     await answer.pass_to(exchange.write)
-    await exchange.write(b"", more=False)

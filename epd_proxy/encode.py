@@ -20,7 +20,7 @@ from epd_proxy.chat import Chat
 from epd_proxy.config import Config
 from epd_proxy.errors import UpstreamError
 from epd_proxy.media import Item
-from epd_proxy.payload import NO_JSON, Buffer, Json, array_of, object_of, to_json
+from epd_proxy.payload import NO_JSON, Buffer, Json, to_json
 from epd_proxy.references import (
     References,
     as_array,
@@ -61,9 +61,9 @@ class EncodeStage:
         self._rewrites = not config.no_rewrite
         self._pins = config.kv_connector == "shared"
         self._write = as_tensor if config.metadata_format == "tensor" else as_array
-        self._own_fields: dict[str, Json] = {"stream": b"false"}
+        self._own_fields: dict[str, Json] = {"stream": False}
         if config.encode_max_tokens:
-            self._own_fields["max_tokens"] = to_json(config.encode_max_tokens)
+            self._own_fields["max_tokens"] = config.encode_max_tokens
 
     async def __call__(
         self, calls: Calls, chat: Chat, items: Sequence[Item], push_to: str | None = None
@@ -92,7 +92,7 @@ class EncodeStage:
         parts, rewritten = parts_for_consumer(
             described, embedded=chat.embedded, with_sound=chat.with_sound, write=self._write
         )
-        pinned = {item.place: object_of(item.pinned()) for item in items} if self._pins else {}
+        pinned = {item.place: item.pinned() for item in items} if self._pins else {}
         return References(parts, pinned, transfer, stand_for_media=rewritten or bool(chat.embedded))
 
     def _assign(self, calls: Calls, items: Sequence[Item], stage: ExitStack) -> list[Group]:
@@ -132,17 +132,16 @@ class EncodeStage:
         return Encoded(report, features)
 
     def _body(self, chat: Chat, group: Group, push: Push | None) -> list[Buffer]:
-        parts = [
-            object_of(item.for_encode() if self._rewrites else item.canonical())
-            for item in group.items
-        ]
-        message = object_of({"role": b'"user"', "content": array_of(parts)})
-        fields: dict[str, Json] = {"messages": array_of([message]), **self._own_fields}
+        parts = [item.for_encode() if self._rewrites else item.canonical() for item in group.items]
+        fields: dict[str, Json] = {
+            "messages": [{"role": "user", "content": parts}],
+            **self._own_fields,
+        }
         given = chat.payload.fields
         fields |= {name: given[name] for name in ("model", *_SHARED_FIELDS) if name in given}
         if push:
             fields["ec_transfer_params"] = push.params()
-        return chat.payload.expand(object_of(fields))
+        return chat.payload.expand(to_json(fields))
 
 
 class Push:
@@ -159,10 +158,10 @@ class Push:
             [uuid.uuid4().hex for _ in range(2 if _has_sound(item, chat) else 1)] for item in items
         ]
 
-    def params(self) -> bytes:
+    def params(self) -> Json:
         """``ec_transfer_params`` of the call; features are told apart by their order."""
         transfers = [{"transfer_id": each} for ids in self._ids for each in ids]
-        return to_json({"consumer_zmq": self._address, "ec_items": transfers})
+        return {"consumer_zmq": self._address, "ec_items": transfers}
 
     def named(self, features: Sequence[tuple[Feature, ...]]) -> list[tuple[Feature, ...]]:
         """The features of each item under the ids that were sent for them."""

@@ -27,13 +27,10 @@ from epd_proxy.payload import (
     Buffer,
     Json,
     Payload,
-    array_of,
     elements_of,
     fields_of,
     is_string,
-    object_of,
     size_of,
-    to_json,
 )
 
 MODALITY = {
@@ -99,6 +96,8 @@ class Item(NamedTuple):
     """The same as JSON, the caller's own spelling if the caller named it."""
     part: dict[str, msgspec.Raw]
     """The caller's part, member by member."""
+    is_plain: bool = False
+    """Whether it holds a type and media in the one spelling that all engines read, no more."""
 
     @property
     def modality(self) -> str:
@@ -106,15 +105,19 @@ class Item(NamedTuple):
 
     def extras(self) -> dict[str, Json]:
         """The caller's further keys: they can reach the chat template."""
+        if self.is_plain:
+            return {}
         return {name: value for name, value in self.part.items() if name not in _OWN_KEYS}
 
     def canonical(self) -> dict[str, Json]:
         """The part in the one spelling that engines read whatever else it says."""
+        if self.is_plain:
+            return {**self.part}
         payload: Json = self.part[self.kind]
-        if is_string(payload) and self.kind != "input_audio":
-            payload = b'{"url":%b}' % payload
+        if is_string(self.part[self.kind]) and self.kind != "input_audio":
+            payload = {"url": payload}
         uuid = {"uuid": self.part["uuid"]} if "uuid" in self.part else {}
-        return {"type": to_json(self.kind), self.kind: payload, **uuid, **self.extras()}
+        return {"type": self.kind, self.kind: payload, **uuid, **self.extras()}
 
     def for_encode(self) -> dict[str, Json]:
         return {**self.canonical(), "uuid": self.uuid}
@@ -126,7 +129,7 @@ class Item(NamedTuple):
         With a uuid, vLLM goes by the first payload key it knows, even if that is null: only the
         one that counted before may stay.
         """
-        part = {
+        part: dict[str, Json] = {
             name: value
             for name, value in self.part.items()
             if name == self.kind or name not in _BY_KEY
@@ -139,6 +142,7 @@ class Messages:
 
     def __init__(self, payload: Payload) -> None:
         self._messages = elements_of(payload.fields["messages"])
+        self._fields: dict[int, dict[str, msgspec.Raw]] = {}
         self._contents: dict[int, list[msgspec.Raw]] = {}
 
     def part(self, place: Place) -> dict[str, msgspec.Raw]:
@@ -146,20 +150,21 @@ class Messages:
 
     def _content(self, message: int) -> list[msgspec.Raw]:
         if message not in self._contents:
-            self._contents[message] = elements_of(fields_of(self._messages[message])["content"])
+            self._fields[message] = fields_of(self._messages[message])
+            self._contents[message] = elements_of(self._fields[message]["content"])
         return self._contents[message]
 
-    def with_parts(self, parts: Mapping[Place, Json]) -> bytes:
-        """The array of messages with other parts in some places."""
-        messages: list[Json] = list(self._messages)
-        for message in {place.message for place in parts}:
-            content = [
-                parts.get(Place(message, index), part)
-                for index, part in enumerate(self._content(message))
-            ]
-            fields = {**fields_of(self._messages[message]), "content": array_of(content)}
-            messages[message] = object_of(fields)
-        return array_of(messages)
+    def with_parts(self, parts: Mapping[Place, Json]) -> list[Json]:
+        """The messages with other parts in some places."""
+        messages: list[Json] = [*self._messages]
+        contents: dict[int, list[Json]] = {}
+        for place, part in parts.items():
+            if place.message not in contents:
+                contents[place.message] = [*self._content(place.message)]
+            contents[place.message][place.part] = part
+        for message, content in contents.items():
+            messages[message] = {**self._fields[message], "content": content}
+        return messages
 
 
 def find_parts(payload: Payload) -> list[Part]:
@@ -243,7 +248,17 @@ async def items_of(payload: Payload, messages: Messages, parts: Sequence[Part]) 
 
 def _item(part: Part, fields: dict[str, msgspec.Raw], digest: str | None) -> Item:
     key = digest or part.name or ""
-    return Item(part.place, part.kind, key, to_json(key) if digest else fields["uuid"], fields)
+    return Item(
+        part.place,
+        part.kind,
+        key,
+        key if digest else fields["uuid"],
+        fields,
+        # Of these two keys alone, one is the kind's, and the other must be the type.
+        is_plain=len(part.tree) == 2
+        and part.tree.get("type") == part.kind
+        and isinstance(part.tree[part.kind], dict),
+    )
 
 
 def _content_of(payload: Payload, part: Part) -> list[Buffer]:

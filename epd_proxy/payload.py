@@ -30,8 +30,14 @@ import pybase64
 from epd_proxy.errors import RequestError
 
 Buffer: TypeAlias = bytes | memoryview
-Json: TypeAlias = bytes | msgspec.Raw
-"""A JSON value as text, a piece of a skeleton."""
+Json: TypeAlias = object
+"""
+A JSON value as msgspec writes it: strings, lists, dicts; and ``Raw`` for what is text already, a
+piece of a skeleton.
+"""
+
+ABSENT = msgspec.UNSET
+"""In a change of fields: there shall be none of that name."""
 
 # Made once: a decoder costs more than what it decodes here.
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -110,59 +116,53 @@ class Payload:
             buffers += self._cuts[int(piece[:_DIGITS])], piece[_DIGITS:]
         return [buffer for buffer in buffers if buffer]
 
-    def with_fields(self, changes: Mapping[str, Json | None]) -> list[Buffer]:
+    def with_fields(self, changes: Mapping[str, Json]) -> list[Buffer]:
         """
-        The body with other top-level values: None removes a field, an unknown field is added.
+        The body with other top-level values; ABSENT removes a field, an unknown field is added.
 
         Without changes, the bytes that came.
         """
-        if all(value is None and name not in self.tree for name, value in changes.items()):
+        if not changes:
             return [self.body]
-        return self.expand(object_of({**self.fields, **changes}))
+        fields: dict[str, Json] = {**self.fields, **changes}
+        for name, value in changes.items():
+            if value is ABSENT:
+                del fields[name]
+        if fields == self.fields:
+            return [self.body]
+        return self.expand(to_json(fields))
 
 
-def fields_of(value: Json) -> dict[str, msgspec.Raw]:
+def fields_of(value: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     """The members of a JSON object."""
     return _FIELDS.decode(value)
 
 
-def elements_of(value: Json) -> list[msgspec.Raw]:
+def elements_of(value: bytes | msgspec.Raw) -> list[msgspec.Raw]:
     """The elements of a JSON array."""
     return _ELEMENTS.decode(value)
 
 
-def object_of(fields: Mapping[str, Json | None]) -> bytes:
-    """A JSON object of members that are JSON already; None leaves one out."""
-    return b"{%b}" % b",".join(
-        [b"%b:%b" % (to_json(name), value) for name, value in fields.items() if value is not None]
-    )
-
-
-def array_of(elements: Iterable[Json]) -> bytes:
-    """A JSON array of elements that are JSON already."""
-    return b"[" + b",".join(elements) + b"]"
-
-
-to_json = msgspec.json.encode
+to_json = msgspec.json.Encoder().encode
 
 
 def size_of(buffers: Iterable[Buffer]) -> int:
     return sum(map(len, buffers))
 
 
-def is_object(value: Json) -> bool:
+def is_object(value: bytes | msgspec.Raw) -> bool:
     return _first_byte(value) == b"{"
 
 
-def is_array(value: Json) -> bool:
+def is_array(value: bytes | msgspec.Raw) -> bool:
     return _first_byte(value) == b"["
 
 
-def is_string(value: Json) -> bool:
+def is_string(value: bytes | msgspec.Raw) -> bool:
     return _first_byte(value) == b'"'
 
 
-def _first_byte(value: Json) -> bytes:
+def _first_byte(value: bytes | msgspec.Raw) -> bytes:
     # Not of a copy: the value may be megabytes that could not be cut.
     return bytes(memoryview(value)[:1])
 

@@ -13,21 +13,31 @@ from epd_proxy.calls import Calls
 from epd_proxy.chat import Chat
 from epd_proxy.config import Config
 from epd_proxy.errors import UpstreamError
-from epd_proxy.payload import NO_JSON, Json, fields_of, is_object, object_of, to_json
+from epd_proxy.payload import ABSENT, NO_JSON, Json, fields_of, is_object, to_json
 from epd_proxy.references import References
 from epd_proxy.registry import Instance, Role
 
 # vLLM's NIXL connector, ``vllm/distributed/kv_transfer/kv_connector/v1/nixl/``.
-_ASK_FOR_HANDLE = to_json(
-    {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-    }
+_ASK_FOR_HANDLE = msgspec.Raw(
+    to_json(
+        {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+    )
 )
+# A request that ends with its first token, whatever the caller asked for.
+_ONE_TOKEN: Mapping[str, Json] = {
+    "stream": False,
+    "stream_options": ABSENT,
+    "max_tokens": 1,
+    "min_tokens": ABSENT,
+    "request_id": ABSENT,
+}
 
 
 class _PrefillAnswer(msgspec.Struct):
@@ -51,7 +61,7 @@ class PrefillStage:
 
     async def __call__(
         self, calls: Calls, chat: Chat, messages: Mapping[str, Json], references: References
-    ) -> bytes | None:
+    ) -> Json | None:
         """
         ``kv_transfer_params`` for decode, verbatim; None if there is none.
 
@@ -60,11 +70,13 @@ class PrefillStage:
         for.
         """
         instance = calls.pick(Role.PREFILL)
+        transfer = references.transfer
         changes = {
             **messages,
-            **_one_token(chat),
-            "ec_transfer_params": references.transfer,
+            **_ONE_TOKEN,
+            "ec_transfer_params": ABSENT if transfer is None else transfer,
         }
+        changes |= {name: 1 for name in ("max_completion_tokens", "n") if name in chat.payload.tree}
         if self._wants_handle:
             changes["kv_transfer_params"] = _ASK_FOR_HANDLE
         with instance.in_use():
@@ -79,29 +91,15 @@ class PrefillStage:
         return handle
 
 
-def _handle_of(content: bytes, instance: Instance) -> bytes | None:
+def _handle_of(content: bytes, instance: Instance) -> msgspec.Raw | None:
     try:
         handle = _ANSWER.decode(content).kv_transfer_params
         is_handle = is_object(handle) and msgspec.json.decode(handle) != {}
     except NO_JSON as exc:
         reason = "answered with what is no chat completion"
         raise UpstreamError(Role.PREFILL, instance.url, reason, cause=str(exc)) from exc
-    return bytes(handle) if is_handle else None
+    return handle if is_handle else None
 
 
-def _with_host(handle: bytes, instance: Instance) -> bytes:
-    host = to_json(urlsplit(instance.url).hostname)
-    return object_of({**fields_of(handle), "remote_host": host})
-
-
-def _one_token(chat: Chat) -> dict[str, Json | None]:
-    """The fields of a request that ends with its first token, whatever the caller asked for."""
-    fields: dict[str, Json | None] = {
-        "stream": b"false",
-        "stream_options": None,
-        "max_tokens": b"1",
-        "min_tokens": None,
-        "request_id": None,
-    }
-    fields |= {name: b"1" for name in ("max_completion_tokens", "n") if name in chat.payload.tree}
-    return fields
+def _with_host(handle: msgspec.Raw, instance: Instance) -> Json:
+    return {**fields_of(handle), "remote_host": urlsplit(instance.url).hostname}

@@ -9,6 +9,7 @@ so a modality is rewritten as a whole or not at all.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple, TypeAlias
@@ -16,41 +17,44 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from epd_proxy.media import EMBEDS, Item, Place
-from epd_proxy.payload import Json, array_of, elements_of, is_array, object_of, to_json
+from epd_proxy.payload import Json, elements_of, is_array
 from epd_proxy.reports import Feature
 from epd_proxy.tensors import tensor_base64
 
-Writer: TypeAlias = Callable[[Sequence[bytes]], bytes | None]
-"""Makes a JSON value of numbers that are JSON; None if it cannot hold them."""
+Writer: TypeAlias = Callable[[Sequence[bytes]], Json | None]
+"""Makes a JSON value of numbers as they are spelled; None if it cannot hold them."""
 
 Described: TypeAlias = tuple[Item, tuple[Feature, ...]]
 """An item with the features that its encoder reported."""
 
 ALL_MODALITIES = frozenset(EMBEDS.values())
 
+_INTEGER = rb"-?(?:0|[1-9][0-9]{0,17})"
+# What encoders send nearly always: a grid.
+_INTEGERS = re.compile(rb"\[\[?%b(?:,%b)*\]?\]" % (_INTEGER, _INTEGER))
+
 
 class References(NamedTuple):
     """What encoding changes in the bodies for prefill and decode."""
 
-    parts: Mapping[Place, bytes]
+    parts: Mapping[Place, Json]
     """Parts that take the place of the caller's."""
-    raw_parts: Mapping[Place, bytes]
+    raw_parts: Mapping[Place, Json]
     """The caller's media itself, under its content key, where KV is shared by content."""
-    transfer: bytes | None
+    transfer: Json | None
     """``ec_transfer_params`` for the consumer; None where there is nothing to tell."""
     stand_for_media: bool
     """Whether an engine that has no embeddings could not answer the body."""
 
 
-def as_array(numbers: Sequence[bytes]) -> bytes:
+def as_array(numbers: Sequence[bytes]) -> Json:
     """A flat JSON array, which is what vLLM takes as metadata."""
-    return array_of(numbers)
+    return msgspec.Raw(b"[%b]" % b",".join(numbers))
 
 
-def as_tensor(numbers: Sequence[bytes]) -> bytes | None:
+def as_tensor(numbers: Sequence[bytes]) -> str | None:
     """A tensor, which is what engines before vLLM 0.33 take."""
-    tensor = tensor_base64(numbers)
-    return None if tensor is None else b'"%b"' % tensor
+    return tensor_base64(numbers)
 
 
 def parts_for_consumer(
@@ -59,7 +63,7 @@ def parts_for_consumer(
     embedded: AbstractSet[str],
     with_sound: bool,
     write: Writer = as_array,
-) -> tuple[dict[Place, bytes], bool]:
+) -> tuple[dict[Place, Json], bool]:
     """
     The part that takes each item's place, and whether any of them is a reference.
 
@@ -77,10 +81,10 @@ def parts_for_consumer(
         for item, _ in described
     ):
         raw = ALL_MODALITIES
-    parts: dict[Place, bytes] = {}
+    parts: dict[Place, Json] = {}
     for item, _ in described:
         reference = None if item.modality in raw else references[item.place]
-        parts[item.place] = object_of(reference or item.pinned())
+        parts[item.place] = reference or item.pinned()
     return parts, any(item.modality not in raw for item, _ in described)
 
 
@@ -106,22 +110,23 @@ def _reference(item: Item, features: Iterable[Feature], write: Writer) -> dict[s
         metadata = {name: _flat(value, write) for name, value in feature.metadata.items()}
         if not metadata or feature.modality not in ALL_MODALITIES or None in metadata.values():
             return None
-        embeds[f"{feature.modality}_embeds"] = object_of(
-            {name: value for name, value in metadata.items() if value is not None}
-        )
+        embeds[f"{feature.modality}_embeds"] = metadata
     kind = f"{item.modality}_embeds"
     if kind not in embeds:
         return None
-    return {"type": to_json(kind), **embeds, "uuid": item.uuid, **item.extras()}
+    return {"type": kind, **embeds, "uuid": item.uuid, **item.extras()}
 
 
-def _flat(value: msgspec.Raw, write: Writer) -> bytes | None:
+def _flat(value: msgspec.Raw, write: Writer) -> Json | None:
     """
     A list of numbers, flattened by one level, every number spelled as it came.
 
     None if it is none: vLLM would refuse it. An empty one counts as none too, since it names no
     placeholder.
     """
+    text = bytes(value)
+    if _INTEGERS.fullmatch(text):
+        return write(text.strip(b"[]").split(b","))
     numbers: list[msgspec.Raw] = []
     for element in _elements(value):
         numbers += _elements(element)
@@ -141,7 +146,7 @@ def _is_number(value: msgspec.Raw) -> bool:
 
 def transfer_params(
     handles: Iterable[Mapping[str, Json]], features: Iterable[Feature]
-) -> bytes | None:
+) -> Json | None:
     """
     ``ec_transfer_params`` for the consumer: all keyed entries verbatim, and the transfer ids.
 
@@ -151,10 +156,10 @@ def transfer_params(
     for report in handles:
         params.update(report)
     ids = [
-        to_json({"mm_hash": feature.mm_hash, "transfer_id": feature.transfer_id})
+        {"mm_hash": feature.mm_hash, "transfer_id": feature.transfer_id}
         for feature in features
         if feature.transfer_id is not None
     ]
     if ids:
-        params["ec_items"] = array_of(ids)
-    return object_of(params) if params else None
+        params["ec_items"] = ids
+    return params or None

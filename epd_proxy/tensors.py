@@ -19,7 +19,7 @@ import pybase64
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
-def tensor_base64(numbers: Sequence[bytes]) -> bytes | None:
+def tensor_base64(numbers: Sequence[bytes]) -> str | None:
     """
     A tensor of numbers given as JSON text: float64 if one of them has a fraction or an exponent,
     else int64. None if one of them does not fit.
@@ -35,7 +35,7 @@ def tensor_base64(numbers: Sequence[bytes]) -> bytes | None:
     return _container(b"LongStorage", struct.pack(f"<{len(integers)}q", *integers), len(integers))
 
 
-def _container(storage: bytes, elements: bytes, count: int) -> bytes:
+def _container(storage: bytes, elements: bytes, count: int) -> str:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         for name, content in (
@@ -45,7 +45,7 @@ def _container(storage: bytes, elements: bytes, count: int) -> bytes:
         ):
             # With a date of its own, the same numbers are the same bytes.
             archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
-    return pybase64.b64encode(file.getvalue())
+    return pybase64.b64encode_as_string(file.getvalue())
 
 
 def _pickle(storage: bytes, count: int) -> bytes:

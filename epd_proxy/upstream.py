@@ -15,15 +15,17 @@ from typing import Self
 import httpx
 
 from epd_proxy.config import Config, flag_name
+from epd_proxy.connection import Incoming
 from epd_proxy.errors import (
     ConfigError,
     EngineRefusal,
     RawHeaders,
+    RequestError,
     UpstreamError,
     UpstreamTimeout,
 )
 from epd_proxy.payload import Buffer, size_of
-from epd_proxy.pool import ConnectionPool
+from epd_proxy.pool import ConnectionPool, Origin
 from epd_proxy.registry import Instance
 
 CHAT_PATH = "/v1/chat/completions"
@@ -66,13 +68,25 @@ def default_transport(config: Config) -> httpx.AsyncBaseTransport:
     )
 
 
-def forwarded_headers(headers: RawHeaders) -> RawHeaders:
-    """The caller's end-to-end headers, which every stage gets."""
-    return [
-        (name, value)
-        for name, value in _without(headers, _NOT_FORWARDED)
-        if not name.startswith(_ROUTING_PREFIXES)
-    ]
+class Forwarded:
+    """
+    The caller's end-to-end headers, which every stage gets.
+
+    ``fields`` for any transport, ``block`` as they stand on the wire. Raises RequestError (400) if
+    one of them would end where another line begins, which some hosts let through.
+    """
+
+    __slots__ = ("block", "fields")
+
+    def __init__(self, headers: RawHeaders) -> None:
+        self.fields = [
+            field
+            for field in _without(headers, _NOT_FORWARDED)
+            if not field[0].startswith(_ROUTING_PREFIXES)
+        ]
+        self.block = b"".join([b"%b: %b\r\n" % field for field in self.fields])
+        if self.block.count(b"\n") != len(self.fields) or b"\0" in self.block:
+            raise RequestError("a header holds a line break")
 
 
 def relayed_headers(headers: RawHeaders) -> RawHeaders:
@@ -81,14 +95,13 @@ def relayed_headers(headers: RawHeaders) -> RawHeaders:
 
 
 def _without(headers: RawHeaders, dropped: frozenset[bytes]) -> RawHeaders:
-    lowered = [(name.lower(), value) for name, value in headers]
-    for name, value in lowered:
+    for name, value in headers:
         if name == b"connection":
             dropped |= {option.strip().lower() for option in value.split(b",")}
         elif name == b"transfer-encoding":
             # It overrides a length, RFC 9112, section 6.3.
             dropped |= {b"content-length"}
-    return [(name, value) for name, value in lowered if name not in dropped]
+    return [field for field in headers if field[0] not in dropped]
 
 
 class Buffers(httpx.AsyncByteStream):
@@ -106,7 +119,8 @@ class Answer:
     """
     An engine's answer whose head has arrived. An async context manager, which closes it.
 
-    Closing before the end drops the connection, which is what stops the engine's work.
+    ``headers`` have names in lower case. Closing before the end drops the connection, which is
+    what stops the engine's work.
     """
 
     __slots__ = ("_stream", "headers", "instance", "status")
@@ -125,22 +139,43 @@ class Answer:
 
     async def read(self) -> bytes:
         """The whole body, decompressed. Raises UpstreamError."""
-        try:
-            content = b"".join([chunk async for chunk in self._stream])
-            if any(name.lower() == b"content-encoding" for name, _ in self.headers):
+        pieces: list[bytes] = []
+
+        async def keep(piece: bytes, more: bool) -> None:
+            pieces.append(piece)
+
+        await self.pass_to(keep)
+        content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if any(name == b"content-encoding" for name, _ in self.headers):
+            try:
                 return httpx.Response(self.status, headers=self.headers, content=content).content
-        except httpx.HTTPError as exc:
-            raise _failure_of(self.instance, exc) from exc
+            except httpx.DecodingError as exc:
+                raise _failure_of(self.instance, exc) from exc
         return content
 
-    async def pass_to(self, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Writes the body's bytes as they come, compressed if they are. Raises UpstreamError."""
+    async def pass_to(self, write: Callable[[bytes, bool], Awaitable[None]]) -> None:
+        """
+        Writes the body's bytes as they come, compressed if they are. Raises UpstreamError.
+
+        The second argument says whether more follows.
+        """
+        stream = self._stream
         try:
+            if isinstance(stream, Incoming):
+                # Not as an iterator: with the last bytes it is known that they are the last.
+                while not stream.is_complete:
+                    if piece := stream.take():
+                        await write(piece, True)
+                    else:
+                        await stream.more()
+                await write(stream.take(), False)
+                return
             # Not `aiter_raw`, which refuses an answer that a mock has made out of bytes.
-            async for chunk in self._stream:
-                await write(chunk)
+            async for chunk in stream:
+                await write(chunk, True)
         except httpx.HTTPError as exc:
             raise _failure_of(self.instance, exc) from exc
+        await write(b"", False)
 
     async def aclose(self) -> None:
         await self._stream.aclose()
@@ -162,7 +197,7 @@ async def accepted(answer: Answer) -> bytes:
     if answer.status == 200:
         return content
     if 400 <= answer.status < 500 or answer.status in _TELLING:
-        headers = [pair for pair in answer.headers if pair[0].lower() in _REFUSAL_HEADERS]
+        headers = [pair for pair in answer.headers if pair[0] in _REFUSAL_HEADERS]
         raise EngineRefusal(instance.role, instance.url, answer.status, headers, content)
     raise UpstreamError(instance.role, instance.url, f"answered with status {answer.status}")
 
@@ -172,6 +207,7 @@ class Upstream:
 
     def __init__(self, transport: httpx.AsyncBaseTransport, config: Config) -> None:
         self._transport = transport
+        self._targets: dict[str, tuple[Origin, bytes]] = {}
         self._timeouts = {
             "connect": config.connect_timeout or None,
             "pool": config.pool_timeout or None,
@@ -181,25 +217,62 @@ class Upstream:
         await self._transport.aclose()
 
     async def chat(
-        self, instance: Instance, headers: RawHeaders, request_id: str, body: Sequence[Buffer]
+        self,
+        instance: Instance,
+        forwarded: Forwarded,
+        request_id: str,
+        body: Sequence[Buffer],
+        extra: RawHeaders | None = None,
     ) -> Answer:
         """
         ``POST /v1/chat/completions``, up to the answer's head.
 
-        ``headers`` are the caller's, as forwarded; the call gets ``request_id`` for its own. Raises
-        UpstreamError (502), UpstreamTimeout (504).
+        The call gets ``request_id`` for its own. Raises UpstreamError (502), UpstreamTimeout (504).
         """
-        headers = [(b"x-request-id", request_id.encode()), *headers]
-        return await self._send("POST", instance, CHAT_PATH, headers, body)
+        pool = self._transport
+        if not isinstance(pool, ConnectionPool):
+            own = [(b"x-request-id", request_id.encode()), *(extra or ())]
+            return await self.post(instance, CHAT_PATH, [*forwarded.fields, *own], body)
+        # The short way into our own: httpx's objects are a tenth of a text request's cost.
+        origin, lines = self._target(pool, instance)
+        more = b"".join([b"%b: %b\r\n" % field for field in extra]) if extra else b""
+        head = b"%b%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
+            lines,
+            forwarded.block,
+            more,
+            request_id.encode(),
+            size_of(body),
+        )
+        try:
+            incoming = await pool.send(origin, head, body, self._timeouts)
+        except httpx.HTTPError as exc:
+            raise _failure_of(instance, exc) from exc
+        return Answer(instance, incoming.status, incoming.fields, incoming)
+
+    def _target(self, pool: ConnectionPool, instance: Instance) -> tuple[Origin, bytes]:
+        """Where chat calls to an instance go, and how their heads begin."""
+        found = self._targets.get(instance.url)
+        if found is None:
+            url, host = _address(instance.url, CHAT_PATH)
+            lines = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n" % (
+                url.raw_path,
+                host,
+            )
+            found = self._targets[instance.url] = pool.origin(url), lines
+        return found
 
     async def post(
         self, instance: Instance, path: str, headers: RawHeaders, body: Sequence[Buffer]
     ) -> Answer:
-        """JSON to another path."""
-        return await self._send("POST", instance, path, headers, body)
+        """JSON to any path."""
+        own = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(size_of(body)).encode()),
+        ]
+        return await self._send("POST", instance, path, [*own, *headers], body)
 
     async def get(self, instance: Instance, path: str, headers: RawHeaders) -> Answer:
-        return await self._send("GET", instance, path, headers, None)
+        return await self._send("GET", instance, path, headers, ())
 
     async def _send(
         self,
@@ -207,50 +280,35 @@ class Upstream:
         instance: Instance,
         path: str,
         headers: RawHeaders,
-        body: Sequence[Buffer] | None,
-    ) -> Answer:
-        url, host = _target(instance.url, path)
-        fields = [(b"host", host)]
-        if body is not None:
-            length = str(size_of(body)).encode()
-            fields += (b"content-type", b"application/json"), (b"content-length", length)
-        fields += headers
-        try:
-            return await self._exchange(instance, method, url, fields, body or ())
-        except httpx.HTTPError as exc:
-            raise _failure_of(instance, exc) from exc
-
-    async def _exchange(
-        self,
-        instance: Instance,
-        method: str,
-        url: httpx.URL,
-        fields: RawHeaders,
         body: Sequence[Buffer],
     ) -> Answer:
-        if isinstance(self._transport, ConnectionPool):
-            # The short way into our own: httpx's objects are a tenth of a text request's cost.
-            incoming = await self._transport.send(method, url, fields, body, self._timeouts)
-            return Answer(instance, incoming.status, incoming.fields, incoming)
-        extensions = {"timeout": self._timeouts}
+        url, host = _address(instance.url, path)
         request = httpx.Request(
-            method, url, headers=fields, stream=Buffers(body), extensions=extensions
+            method,
+            url,
+            headers=[(b"host", host), *headers],
+            stream=Buffers(body),
+            extensions={"timeout": self._timeouts},
         )
-        response = await self._transport.handle_async_request(request)
+        try:
+            response = await self._transport.handle_async_request(request)
+        except httpx.HTTPError as exc:
+            raise _failure_of(instance, exc) from exc
         assert isinstance(response.stream, httpx.AsyncByteStream)
-        return Answer(instance, response.status_code, response.headers.raw, response.stream)
+        fields = [(name.lower(), value) for name, value in response.headers.raw]
+        return Answer(instance, response.status_code, fields, response.stream)
 
 
 def check_address(instance: Instance) -> None:
     """Raises ConfigError if no transport could call the instance."""
     try:
-        _target(instance.url, CHAT_PATH)
+        _address(instance.url, CHAT_PATH)
     except httpx.InvalidURL as exc:
         raise ConfigError(flag_name(instance.role), f"{instance.url!r}: {exc}") from None
 
 
 @functools.lru_cache(maxsize=1024)
-def _target(url: str, path: str) -> tuple[httpx.URL, bytes]:
+def _address(url: str, path: str) -> tuple[httpx.URL, bytes]:
     target = httpx.URL(url + path)
     return target, b"localhost" if target.scheme == "http+unix" else target.netloc
 

@@ -27,6 +27,7 @@ ORDER = [
     "registry",
     "selectors",
     "asgi",
+    "connection",
     "pool",
     "upstream",
     "calls",
@@ -82,14 +83,14 @@ def test_the_simulator_shares_nothing_with_the_proxy() -> None:
         assert imports_of(path) <= {"simulator"}
 
 
-def test_httpx_is_known_to_pool_upstream_and_the_demo_alone() -> None:
+def test_httpx_is_known_to_the_pool_its_user_and_the_demo_alone() -> None:
     users = {
         path.stem
         for path in ROOT.rglob("*.py")
         # Type checkers may know it everywhere: that is indented.
         if re.search(r"^(import|from) httpx\b", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    assert users == {"pool", "upstream", "demo"}
+    assert users == {"connection", "pool", "upstream", "demo"}
 
 
 def test_the_readme_shows_the_modules_in_this_order() -> None:

@@ -9,7 +9,7 @@ import pytest
 from epd_proxy.chat import Chat
 from epd_proxy.errors import RequestError
 from epd_proxy.media import Place
-from epd_proxy.payload import Payload
+from epd_proxy.payload import ABSENT, Payload
 from tests.backends import Backends, ask, image, report
 from tests.driver import chat
 
@@ -28,7 +28,7 @@ def body_of(found: Chat) -> Any:
 def test_a_body_in_which_nothing_changes_is_the_bytes_that_came() -> None:
     body = b'{ "messages" : [ ] , "kv_transfer_params" : null , "vllm_xargs" : { "x" : 1 } }'
 
-    (sent,) = Chat(body).body({"ec_transfer_params": None})
+    (sent,) = Chat(body).body({"ec_transfer_params": ABSENT})
 
     assert sent is body
 
@@ -64,7 +64,7 @@ def test_odd_vllm_xargs_are_passed_on(value: Any) -> None:
 def test_the_proxys_own_transfer_params_replace_the_callers() -> None:
     found = chat_of("hi", kv_transfer_params={"remote_host": "10.6.6.6"})
 
-    sent = json.loads(b"".join(found.body({"kv_transfer_params": b'{"ours":1}'})))
+    sent = json.loads(b"".join(found.body({"kv_transfer_params": {"ours": 1}})))
 
     assert sent == ask("hi", kv_transfer_params={"ours": 1})
 
@@ -73,7 +73,7 @@ def test_parts_and_fields_change_together_and_the_rest_keeps_its_bytes() -> None
     body = b'{"seed":1e5,"messages":[{"role":"user","content":[{"image_url":"x"},"\\u0061"]}]}'
 
     found = Chat(body)
-    sent = b"".join(found.body({**found.with_parts({Place(0, 0): b'{"type":"y"}'}), "n": b"1"}))
+    sent = b"".join(found.body({**found.with_parts({Place(0, 0): {"type": "y"}}), "n": 1}))
 
     assert sent == (
         b'{"seed":1e5,"messages":[{"role":"user","content":[{"type":"y"},"\\u0061"]}],"n":1}'

@@ -26,7 +26,8 @@ import trustme
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from epd_proxy.pool import ConnectionPool, Incoming
+from epd_proxy.connection import Incoming
+from epd_proxy.pool import ConnectionPool
 from tests.processes import unused_address
 from tests.wire import (
     EMPTY,
@@ -36,6 +37,7 @@ from tests.wire import (
     Script,
     WiredPool,
     calling,
+    sent,
     serving,
     settled,
     turns,
@@ -103,7 +105,7 @@ async def pieces_of(*pieces: bytes) -> AsyncIterator[bytes]:
 
 async def start(pool: ConnectionPool, url: str, **timeouts: float) -> Incoming:
     """A GET of which the head is there."""
-    return await pool.send("GET", httpx.URL(url), [(b"host", b"engine")], [], timeouts)
+    return await sent(pool, "GET", httpx.URL(url), [(b"host", b"engine")], [], timeouts)
 
 
 async def body_of(incoming: Incoming) -> bytes:
@@ -153,7 +155,7 @@ async def test_idle_connections_are_closed_after_a_while_with_nobody_asking() ->
 
 async def test_sweeper_leaves_the_young_for_its_next_round() -> None:
     async with wiring(WiredPool(keep_alive=0.05)) as pool:
-        calls = [asyncio.create_task(pool.send("GET", URL, [], [], {})) for _ in range(2)]
+        calls = [asyncio.create_task(sent(pool, "GET", URL, [], [], {})) for _ in range(2)]
         old, young = [await wired(pool, number) for number in range(2)]
         old.connection.data_received(answer())
         young.connection.data_received(answer())
@@ -168,7 +170,7 @@ async def test_sweeper_leaves_the_young_for_its_next_round() -> None:
 async def test_connection_that_grew_old_is_not_used_again() -> None:
     async with wiring(WiredPool()) as pool:
         for number in range(2):
-            call = asyncio.create_task(pool.send("GET", URL, [], [], {}))
+            call = asyncio.create_task(sent(pool, "GET", URL, [], [], {}))
             wire = await wired(pool, number)
             wire.connection.data_received(answer())
             await call
@@ -334,17 +336,17 @@ async def test_request_that_has_got_a_byte_is_sent_once() -> None:
 
 async def test_second_try_makes_room_for_itself_at_the_limit() -> None:
     async with wiring(WiredPool(max_connections=2)) as pool:
-        calls = [asyncio.create_task(pool.send("GET", URL, [], [], {})) for _ in range(2)]
+        calls = [asyncio.create_task(sent(pool, "GET", URL, [], [], {})) for _ in range(2)]
         for number in range(2):
             (await wired(pool, number)).connection.data_received(answer())
         await asyncio.gather(*calls)
         dying, other = pool.wires[1], pool.wires[0]
-        again = asyncio.create_task(pool.send("GET", URL, [], [], {}))
+        again = asyncio.create_task(sent(pool, "GET", URL, [], [], {}))
         await asyncio.sleep(0)
-        third = asyncio.create_task(pool.send("GET", httpx.URL("http://engine/3"), [], [], {}))
+        third = asyncio.create_task(sent(pool, "GET", httpx.URL("http://engine/3"), [], [], {}))
         await asyncio.sleep(0)
         assert not third.done()
-        fourth = asyncio.create_task(pool.send("GET", httpx.URL("http://engine/4"), [], [], {}))
+        fourth = asyncio.create_task(sent(pool, "GET", httpx.URL("http://engine/4"), [], [], {}))
         await asyncio.sleep(0)
         assert repr(pool) == "<ConnectionPool 2 connections, 0 idle, 1 waiting>"
         # The one in line gets the place of the dead; who tries again stands behind it.
@@ -360,14 +362,14 @@ async def test_second_try_makes_room_for_itself_at_the_limit() -> None:
 
 async def test_second_try_takes_the_place_of_an_idle_connection() -> None:
     async with wiring(WiredPool(max_connections=2)) as pool:
-        calls = [asyncio.create_task(pool.send("GET", URL, [], [], {})) for _ in range(2)]
+        calls = [asyncio.create_task(sent(pool, "GET", URL, [], [], {})) for _ in range(2)]
         for number in range(2):
             (await wired(pool, number)).connection.data_received(answer())
         await asyncio.gather(*calls)
-        again, other = [asyncio.create_task(pool.send("GET", URL, [], [], {})) for _ in range(2)]
+        again, other = [asyncio.create_task(sent(pool, "GET", URL, [], [], {})) for _ in range(2)]
         await asyncio.sleep(0)
         idle, dying = pool.wires
-        third = asyncio.create_task(pool.send("GET", URL, [], [], {}))
+        third = asyncio.create_task(sent(pool, "GET", URL, [], [], {}))
         asyncio.get_running_loop().call_soon(idle.connection.data_received, answer())
         dying.end()
         (await wired(pool, 3)).connection.data_received(answer())
@@ -417,7 +419,7 @@ async def test_waiting_ends_with_pool_timeout() -> None:
 
 async def test_caller_who_leaves_the_line_is_passed_over() -> None:
     async with wiring(WiredPool(max_connections=1)) as pool:
-        calls = [asyncio.create_task(pool.send("GET", URL, [], [], {})) for _ in range(3)]
+        calls = [asyncio.create_task(sent(pool, "GET", URL, [], [], {})) for _ in range(3)]
         wire = await wired(pool, 0)
         await in_line(pool, 2)
         calls[1].cancel()
@@ -431,7 +433,7 @@ async def test_caller_who_leaves_the_line_is_passed_over() -> None:
 
 async def test_caller_who_leaves_at_his_turn_passes_the_connection_on() -> None:
     async with wiring(WiredPool(max_connections=1)) as pool:
-        calls = [asyncio.create_task(pool.send("GET", URL, [], [], {})) for _ in range(3)]
+        calls = [asyncio.create_task(sent(pool, "GET", URL, [], [], {})) for _ in range(3)]
         wire = await wired(pool, 0)
         await in_line(pool, 2)
         wire.connection.data_received(answer())
@@ -446,7 +448,7 @@ async def test_caller_who_leaves_at_his_turn_passes_the_connection_on() -> None:
 
 async def test_last_caller_who_leaves_at_his_turn_leaves_the_connection_idle() -> None:
     async with wiring(WiredPool(max_connections=1)) as pool:
-        calls = [asyncio.create_task(pool.send("GET", URL, [], [], {})) for _ in range(2)]
+        calls = [asyncio.create_task(sent(pool, "GET", URL, [], [], {})) for _ in range(2)]
         wire = await wired(pool, 0)
         await in_line(pool, 1)
         wire.connection.data_received(answer())
@@ -458,7 +460,7 @@ async def test_last_caller_who_leaves_at_his_turn_leaves_the_connection_idle() -
 
 async def test_caller_who_leaves_at_his_turn_passes_the_place_on() -> None:
     async with wiring(WiredPool(max_connections=1)) as pool:
-        calls = [asyncio.create_task(pool.send("GET", URL, [], [], {})) for _ in range(3)]
+        calls = [asyncio.create_task(sent(pool, "GET", URL, [], [], {})) for _ in range(3)]
         wire = await wired(pool, 0)
         await in_line(pool, 2)
         wire.connection.data_received(answer(b"", 200, b"connection: close"))
@@ -472,7 +474,7 @@ async def test_caller_who_leaves_at_his_turn_passes_the_place_on() -> None:
 
 async def test_last_caller_who_leaves_at_his_turn_frees_the_place() -> None:
     async with wiring(WiredPool(max_connections=1)) as pool:
-        calls = [asyncio.create_task(pool.send("GET", URL, [], [], {})) for _ in range(2)]
+        calls = [asyncio.create_task(sent(pool, "GET", URL, [], [], {})) for _ in range(2)]
         wire = await wired(pool, 0)
         await in_line(pool, 1)
         wire.connection.data_received(answer(b"", 200, b"connection: close"))
@@ -483,7 +485,7 @@ async def test_last_caller_who_leaves_at_his_turn_frees_the_place() -> None:
 
 async def test_caller_who_leaves_as_his_connection_opens_closes_it() -> None:
     async with wiring(WiredPool()) as pool:
-        call = asyncio.create_task(pool.send("GET", URL, [], [], {}))
+        call = asyncio.create_task(sent(pool, "GET", URL, [], [], {}))
         await turns(lambda: bool(pool.wires))
         call.cancel()
         await asyncio.wait([call])
@@ -492,7 +494,7 @@ async def test_caller_who_leaves_as_his_connection_opens_closes_it() -> None:
 
 async def test_connection_that_died_at_the_turn_of_one_who_left_is_not_idle() -> None:
     async with wiring(WiredPool(max_connections=1)) as pool:
-        calls = [asyncio.create_task(pool.send("GET", URL, [], [], {})) for _ in range(2)]
+        calls = [asyncio.create_task(sent(pool, "GET", URL, [], [], {})) for _ in range(2)]
         wire = await wired(pool, 0)
         await in_line(pool, 1)
         wire.connection.data_received(answer())
@@ -504,7 +506,7 @@ async def test_connection_that_died_at_the_turn_of_one_who_left_is_not_idle() ->
 
 async def test_connection_that_died_at_somebodys_turn_is_replaced() -> None:
     async with wiring(WiredPool(max_connections=1)) as pool:
-        calls = [asyncio.create_task(pool.send("GET", URL, [], [], {})) for _ in range(2)]
+        calls = [asyncio.create_task(sent(pool, "GET", URL, [], [], {})) for _ in range(2)]
         wire = await wired(pool, 0)
         await in_line(pool, 1)
         wire.connection.data_received(answer())
@@ -515,10 +517,10 @@ async def test_connection_that_died_at_somebodys_turn_is_replaced() -> None:
 
 async def test_nobody_takes_the_place_of_the_next_in_line() -> None:
     async with wiring(WiredPool(max_connections=1)) as pool:
-        calls = [asyncio.create_task(pool.send("GET", URL, [], [], {})) for _ in range(2)]
+        calls = [asyncio.create_task(sent(pool, "GET", URL, [], [], {})) for _ in range(2)]
         wire = await wired(pool, 0)
         await in_line(pool, 1)
-        late = asyncio.create_task(pool.send("GET", httpx.URL("http://engine/late"), [], [], {}))
+        late = asyncio.create_task(sent(pool, "GET", httpx.URL("http://engine/late"), [], [], {}))
         wire.connection.data_received(answer(b"", 200, b"connection: close"))
         second = await wired(pool, 1)
         await settled(lambda: len(pool.wires))
@@ -602,17 +604,17 @@ class Asked:
 async def test_request_goes_out_as_it_was_written() -> None:
     async def script(peer: Peer) -> None:
         await peer.until(lambda: peer.received.endswith(b"body"))
-        sent.append(bytes(peer.received))
+        seen.append(bytes(peer.received))
         peer.send(answer())
         await peer.gone()
 
-    sent: list[bytes] = []
+    seen: list[bytes] = []
     pool = ConnectionPool()
     async with serving(script) as server, calling(pool):
         fields = [(b"host", b"Engine"), (b"X-Odd", b"\xff "), (b"content-length", b"6")]
         url = httpx.URL(server.url + "a%20b?c=d#e")
-        await pool.send("PUT", url, fields, [b"a ", memoryview(b"body")], {})
-    assert sent == [
+        await sent(pool, "PUT", url, fields, [b"a ", memoryview(b"body")], {})
+    assert seen == [
         b"PUT /a%20b?c=d HTTP/1.1\r\n"
         b"host: Engine\r\nX-Odd: \xff \r\ncontent-length: 6\r\n\r\na body"
     ]
@@ -705,7 +707,7 @@ async def test_streamed_body_is_asked_for_as_the_wire_takes_it() -> None:
     async with wiring(WiredPool()) as pool:
         pool.is_slow = True
         body = pieces_of(b"0", b"1", b"2")
-        call = asyncio.create_task(pool.send("POST", URL, [], body, {}))
+        call = asyncio.create_task(sent(pool, "POST", URL, [], body, {}))
         wire = await wired(pool, 0)
         for end in (b"\r\n\r\n0", b"\r\n\r\n01", b"\r\n\r\n012"):
             await settled(lambda: len(wire.written))
@@ -1030,7 +1032,7 @@ async def wired_answer(said: bytes, pieces: str) -> Incoming:
     async with wiring(
         WiredPool([said[at : at + step] for at in range(0, len(said), step)])
     ) as pool:
-        return await pool.send("GET", URL, [], [], {})
+        return await sent(pool, "GET", URL, [], [], {})
 
 
 async def test_endless_head_is_refused() -> None:
@@ -1174,7 +1176,7 @@ async def test_reader_may_take_his_time() -> None:
 
 async def test_piece_that_came_while_the_loop_was_busy_is_no_silence() -> None:
     async with wiring(WiredPool()) as pool:
-        call = asyncio.create_task(pool.send("GET", URL, [], [], {"read": 0.02}))
+        call = asyncio.create_task(sent(pool, "GET", URL, [], [], {"read": 0.02}))
         wire = await wired(pool, 0)
 
         def late() -> None:
@@ -1280,7 +1282,7 @@ async def test_closed_pool_leaves_nothing() -> None:
 
 async def test_closed_pool_passes_over_who_has_left_the_line() -> None:
     async with wiring(WiredPool(max_connections=1)) as pool:
-        calls = [asyncio.create_task(pool.send("GET", URL, [], [], {})) for _ in range(2)]
+        calls = [asyncio.create_task(sent(pool, "GET", URL, [], [], {})) for _ in range(2)]
         await wired(pool, 0)
         await in_line(pool, 1)
         calls[1].cancel()
@@ -1485,7 +1487,7 @@ class Verdict:
 async def verdict_of_pool(method: str, pieces: Sequence[bytes]) -> Verdict:
     async with wiring(WiredPool(pieces)) as pool:
         try:
-            incoming = await pool.send(method, URL, [(b"host", b"engine")], [], {})
+            incoming = await sent(pool, method, URL, [(b"host", b"engine")], [], {})
         except httpx.TransportError:
             return Verdict()
         body, is_whole = b"", True

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from epd_proxy.media import Item, Place
-from epd_proxy.payload import fields_of
+from epd_proxy.payload import fields_of, to_json
 from epd_proxy.references import Described, parts_for_consumer, transfer_params
 from epd_proxy.reports import Feature
 
@@ -20,7 +20,7 @@ SOUND = {"audio_feature_lengths": [9]}
 def item(index: int = 0, kind: str = "image_url", **more: Any) -> Item:
     part = {"type": kind, kind: {"url": f"http://{index}"}, **more}
     fields = fields_of(json.dumps(part).encode())
-    return Item(Place(0, index), kind, f"k{index}", b'"k%d"' % index, fields)
+    return Item(Place(0, index), kind, f"k{index}", f"k{index}", fields)
 
 
 def feature(metadata: Any, modality: str = "image", transfer_id: str | None = None) -> Feature:
@@ -35,7 +35,7 @@ def rewritten(
     *described: Described, embedded: frozenset[str] = frozenset(), with_sound: bool = False
 ) -> tuple[list[bytes], bool]:
     parts, any_reference = parts_for_consumer(described, embedded=embedded, with_sound=with_sound)
-    return [parts[found.place] for found, _ in described], any_reference
+    return [to_json(parts[found.place]) for found, _ in described], any_reference
 
 
 def types(*described: Described, **options: Any) -> list[str]:
@@ -120,7 +120,7 @@ def test_an_item_without_usable_metadata_stays_raw(features: tuple[Feature, ...]
 
 def test_a_raw_part_keeps_its_bytes_but_for_the_uuid() -> None:
     text = b'{"type":"image_url","image_url":{ "url" : "\\u0061" },"uuid":null,"n":1.0}'
-    found = Item(Place(0, 0), "image_url", "k", b'"k"', fields_of(text))
+    found = Item(Place(0, 0), "image_url", "k", "k", fields_of(text))
 
     assert rewritten((found, ()))[0] == [text.replace(b"null", b'"k"')]
 
@@ -227,7 +227,8 @@ def test_the_callers_own_references_do_not_keep_other_modalities_raw() -> None:
 def transfer(handles: Sequence[Mapping[str, bytes]], *ids: str | None) -> bytes | None:
     raws = [{name: msgspec.Raw(value) for name, value in each.items()} for each in handles]
     features = [feature(GRID, transfer_id=transfer_id) for transfer_id in ids]
-    return transfer_params(raws, features)
+    params = transfer_params(raws, features)
+    return None if params is None else to_json(params)
 
 
 def test_transfer_params_are_all_keyed_entries_verbatim() -> None:

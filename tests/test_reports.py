@@ -18,7 +18,7 @@ def read(params: Any) -> Report:
 
 
 def item(index: int = 0, key: str = "k", kind: str = "image_url") -> Item:
-    return Item(Place(0, index), kind, key, b'"%b"' % key.encode(), {})
+    return Item(Place(0, index), kind, key, key, {})
 
 
 def images(*keys: str) -> list[Item]:

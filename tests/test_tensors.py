@@ -69,7 +69,7 @@ async def test_references_carry_tensors_where_engines_want_them() -> None:
     (part,) = backends.decode[0].bodies[0]["messages"][0]["content"]
     tensor = tensor_base64([b"1", b"4", b"4"])
     assert tensor is not None
-    assert part["image_embeds"] == {"image_grid_thw": tensor.decode()}
+    assert part["image_embeds"] == {"image_grid_thw": tensor}
 
 
 async def test_what_fits_no_tensor_stays_raw() -> None:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import h11
 import httpx
 
-from epd_proxy.pool import Connection, ConnectionPool, Opener
+from epd_proxy.connection import Body, Connection, Fields, Incoming, Timeouts
+from epd_proxy.pool import ConnectionPool, Opener, head_of
 
 LIMIT = 10
 """Seconds after which a test has hung."""
@@ -198,6 +199,19 @@ async def calling(pool: ConnectionPool) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(transport=pool, timeout=LIMIT) as client:
         yield client
     assert repr(pool) == EMPTY
+
+
+async def sent(
+    pool: ConnectionPool,
+    method: str,
+    url: httpx.URL,
+    fields: Fields,
+    body: Body,
+    timeouts: Timeouts,
+) -> Incoming:
+    """An answer whose head is there."""
+    head = head_of(method, url, fields)
+    return await pool.send(pool.origin(url), head, body, timeouts, is_head=method == "HEAD")
 
 
 async def settled(count: Callable[[], int]) -> int:

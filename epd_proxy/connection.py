@@ -1,0 +1,423 @@
+"""
+One HTTP/1.1 connection to an engine: a request out, its answer in, one at a time.
+
+``Connection`` is the socket, ``Incoming`` one answer on its way from the parser to its reader. An
+exchange ends when the answer's last byte has been parsed, not when it has been read: what is unread
+waits in ``Incoming``, and the connection goes home to its pool at once. Closing an answer before
+its end closes the socket, which is what stops the engine's work.
+
+Bodies are passed on in the pieces that the socket gave. There is no task, lock or timer for a
+piece, nor for a call: silence is watched by one timer a connection, which outlives the exchanges
+and is moved only when it fires.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Protocol, TypeAlias, cast
+
+import httptools
+import httpx
+
+_MOST_HEAD = 64 << 10
+_MOST_FIELDS = 128
+_MOST_UNREAD = 256 << 10
+_GRACE = 0.005
+
+Fields: TypeAlias = list[tuple[bytes, bytes]]
+Body: TypeAlias = Sequence[bytes | memoryview] | AsyncIterator[bytes]
+"""Buffers, which can be written at once and again, or pieces as they are to stand on the wire."""
+Timeouts: TypeAlias = Mapping[str, float | None]
+"""As in httpx's ``extensions["timeout"]``: connect, read, write, pool, in seconds."""
+
+
+class Home(Protocol):
+    """Where a connection belongs between exchanges."""
+
+    def give_back(self, connection: Connection) -> None:
+        """After an exchange, if the connection can serve another."""
+        ...
+
+    def lost(self, connection: Connection) -> None:
+        """The connection is closed, by whomever."""
+        ...
+
+
+class Unanswered(Exception):
+    """The connection ended before the first byte of an answer."""
+
+    def __init__(self, reason: httpx.TransportError) -> None:
+        self.reason = reason
+
+
+class Connection(asyncio.Protocol):
+    """One socket."""
+
+    __slots__ = (
+        "_home",
+        "_incoming",
+        "_is_written",
+        "_loop",
+        "_may_write",
+        "_transport",
+        "_watcher",
+        "_watches_for",
+        "idle_since",
+        "is_closed",
+        "was_used",
+    )
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._loop = asyncio.get_running_loop()
+        self._incoming: Incoming | None = None
+        self._transport: asyncio.Transport
+        self._may_write: asyncio.Future[None] | None = None
+        self._is_written = True
+        self._watcher: asyncio.TimerHandle | None = None
+        self._watches_for = 0.0
+        self.is_closed = False
+        self.was_used = False
+        self.idle_since = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports have the methods, not the base class.
+        self._transport = cast(asyncio.Transport, transport)
+
+    async def exchange(
+        self, head: bytes, body: Body, timeouts: Timeouts, *, is_head: bool = False
+    ) -> Incoming:
+        """
+        Writes a request and waits for the head of the answer.
+
+        ``is_head``: the request is a HEAD, whose answer has no body.
+        """
+        if self.is_closed:
+            raise Unanswered(httpx.ReadError("closed before it was used again"))
+        incoming = self._incoming = Incoming(self, self._loop, timeouts.get("read"), is_head)
+        try:
+            if isinstance(body, list | tuple):
+                self._transport.writelines([head, *body])
+            else:
+                assert isinstance(body, AsyncIterator)
+                self._is_written = False
+                await self._write_pieces(head, body, incoming, timeouts.get("write"))
+            while not incoming.has_head:
+                await incoming.more()
+        except BaseException:
+            await incoming.aclose()
+            raise
+        return incoming
+
+    async def _write_pieces(
+        self, head: bytes, pieces: AsyncIterator[bytes], incoming: Incoming, limit: float | None
+    ) -> None:
+        """As fast as the engine takes them, until it answers."""
+        self._transport.write(head)
+        async for piece in pieces:
+            if incoming.is_settled:
+                return
+            self._transport.write(piece)
+            if self._may_write is not None:
+                try:
+                    async with asyncio.timeout(limit):
+                        await self._may_write
+                except TimeoutError:
+                    raise httpx.WriteTimeout("the request was not taken in time") from None
+        self._is_written = True
+
+    def pause_writing(self) -> None:
+        self._may_write = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        if self._may_write is not None and not self._may_write.done():
+            self._may_write.set_result(None)
+        self._may_write = None
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if not self.is_closed:
+            self._transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        incoming = self._incoming
+        if incoming is None:
+            # Nobody asked: whatever it is, the next answer must not be it.
+            self.abort()
+            return
+        try:
+            incoming.feed(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            if not incoming.is_complete:
+                incoming.fail(httpx.RemoteProtocolError(f"no HTTP: {exc}"))
+                self.abort()
+                return
+            incoming.keeps_open = False
+        if self._may_write is not None and incoming.has_head:
+            # An answer before the end of the request: nobody reads the rest.
+            self.resume_writing()
+        if incoming.is_complete:
+            self._end_exchange(incoming)
+        incoming.wake()
+
+    def _end_exchange(self, incoming: Incoming) -> None:
+        self._incoming = None
+        self.was_used = True
+        written = self._is_written and not self._transport.get_write_buffer_size()
+        if incoming.keeps_open and written and not self.is_closed:
+            self._home.give_back(self)
+        else:
+            self.abort()
+
+    def watch(self, deadline: float) -> None:
+        """Wakes up at ``deadline``, or did so before, to see whether the engine is silent."""
+        if self._watcher is None or deadline < self._watches_for:
+            if self._watcher is not None:
+                self._watcher.cancel()
+            self._watches_for = deadline
+            self._watcher = self._loop.call_at(deadline, self._look)
+
+    def _look(self) -> None:
+        self._watcher = None
+        if self._incoming is not None and (deadline := self._incoming.silent_until()) is not None:
+            self.watch(deadline)
+
+    def eof_received(self) -> None:
+        # Not later, when all that is left of a request has been written to nobody.
+        self.connection_lost(None)
+        self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._close()
+        self.resume_writing()
+        incoming, self._incoming = self._incoming, None
+        if incoming is not None:
+            incoming.lost(exc)
+            incoming.wake()
+
+    def abort(self) -> None:
+        """Closes the socket at once."""
+        self._close()
+        self._transport.abort()
+
+    def _close(self) -> None:
+        self.is_closed = True
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None
+        self._home.lost(self)
+
+
+class Incoming(httpx.AsyncByteStream):
+    """
+    An answer, and the callbacks of its parser.
+
+    ``status`` and ``fields`` (names in lower case) are there once ``has_head``; the body is read by
+    iterating.
+    """
+
+    __slots__ = (
+        "_connection",
+        "_deadline",
+        "_error",
+        "_feed",
+        "_head_size",
+        "_is_head",
+        "_is_interim",
+        "_is_late",
+        "_is_paused",
+        "_loop",
+        "_parser",
+        "_pieces",
+        "_silence",
+        "_unread",
+        "_waiter",
+        "fields",
+        "has_head",
+        "is_complete",
+        "keeps_open",
+        "status",
+    )
+
+    def __init__(
+        self,
+        connection: Connection,
+        loop: asyncio.AbstractEventLoop,
+        silence: float | None,
+        is_head: bool,
+    ) -> None:
+        self._connection = connection
+        self._loop = loop
+        self._silence = silence
+        self._is_head = is_head
+        self._deadline = 0.0
+        self._waiter: asyncio.Future[None] | None = None
+        self._pieces: list[bytes] = []
+        self._unread = 0
+        self._head_size = 0
+        self._is_late = False
+        self._is_paused = False
+        self._is_interim = False
+        self._error: Exception | None = None
+        self._parser = parser = httptools.HttpResponseParser(self)
+        # Beside chunks a length is not believed, RFC 9112, section 6.3.
+        parser.set_dangerous_leniencies(lenient_chunked_length=True)
+        self._feed = parser.feed_data
+        self.status = 0
+        self.fields: Fields = []
+        self.has_head = False
+        self.is_complete = False
+        self.keeps_open = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is nothing more to say to the engine."""
+        return self.has_head or self._error is not None
+
+    # From the connection
+
+    def feed(self, data: bytes) -> None:
+        if not self.has_head:
+            self._head_size += len(data)
+        self._feed(data)
+        if self._head_size > _MOST_HEAD and not self.has_head:
+            raise httptools.HttpParserError("head too large")
+        if self._unread > _MOST_UNREAD and not (self._is_paused or self.is_complete):
+            self._is_paused = True
+            self._connection.pause_reading()
+
+    def lost(self, exc: Exception | None) -> None:
+        """The connection is gone, which for some answers is the end."""
+        if self.has_head and exc is None and not _has_length(self.fields):
+            self.is_complete = True
+        elif not self._head_size:
+            reason = httpx.ReadError(str(exc)) if exc else httpx.RemoteProtocolError("no answer")
+            self.fail(Unanswered(reason))
+        else:
+            self.fail(httpx.ReadError(str(exc)) if exc else httpx.RemoteProtocolError("cut short"))
+
+    def fail(self, error: Exception) -> None:
+        if self._error is None and not self.is_complete:
+            self._error = error
+            self.wake()
+
+    def wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def silent_until(self) -> float | None:
+        """When to look again; None if nobody waits, or if the engine was silent for too long."""
+        if self._waiter is None or self._waiter.done() or self._silence is None:
+            return None
+        now = self._loop.time()
+        if now < self._deadline:
+            self._is_late = False
+            return self._deadline
+        if not self._is_late:
+            # Something may have come while the loop was busy: it has not been read yet.
+            self._is_late = True
+            return now + _GRACE
+        self.fail(httpx.ReadTimeout("silence"))
+        self._connection.abort()
+        return None
+
+    # From the parser
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.has_head:
+            # A trailer, or more than was asked for.
+            return
+        name = name.lower()
+        if name == b"transfer-encoding" and value.rstrip(b" ").lower() != b"chunked":
+            # What the parser does not take for chunks (with a tab behind it, too) is refused.
+            raise httptools.HttpParserError("unknown transfer coding")
+        self.fields.append((name, value.strip(b" \t")))
+
+    def on_headers_complete(self) -> None:
+        if self.is_complete:
+            return
+        status = self._parser.get_status_code()
+        if status < 100:
+            raise httptools.HttpParserError("no status")
+        fields = self.fields
+        if len(fields) > _MOST_FIELDS or (
+            self._head_size > _MOST_HEAD and sum(map(_length, fields)) > _MOST_HEAD
+        ):
+            raise httptools.HttpParserError("head too large")
+        self._is_interim = status < 200
+        if self._is_interim:
+            self.fields = []
+            return
+        self.status = status
+        self.has_head = True
+        if self._is_head:
+            self.is_complete = True
+            # Not kept open: a body that should not be there could not be told from an answer.
+
+    def on_body(self, piece: bytes) -> None:
+        if self.is_complete:
+            self.keeps_open = False
+            return
+        self._pieces.append(piece)
+        self._unread += len(piece)
+
+    def on_message_begin(self) -> None:
+        if self.is_complete:
+            # More than was asked for.
+            self.keeps_open = False
+
+    def on_message_complete(self) -> None:
+        if not self._is_interim and not self.is_complete:
+            self.is_complete = True
+            self.keeps_open = self._parser.should_keep_alive()
+
+    # From the reader
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while not self._pieces:
+            if self.is_complete:
+                raise StopAsyncIteration
+            await self.more()
+        return self.take()
+
+    def take(self) -> bytes:
+        """What has come of the body and was not read yet; perhaps nothing."""
+        pieces, self._pieces, self._unread = self._pieces, [], 0
+        if self._is_paused:
+            self._is_paused = False
+            self._connection.resume_reading()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def more(self) -> None:
+        """Until something has come. Raises httpx's exceptions, and Unanswered."""
+        if self._error is not None:
+            raise self._error
+        waiter = self._waiter = self._loop.create_future()
+        if self._silence is not None:
+            self._deadline = self._loop.time() + self._silence
+            self._connection.watch(self._deadline)
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+
+    async def aclose(self) -> None:
+        if not self.is_complete and self._error is None:
+            self.fail(httpx.ReadError("the answer was closed"))
+            self._connection.abort()
+
+
+def _length(field: tuple[bytes, bytes]) -> int:
+    return len(field[0]) + len(field[1])
+
+
+def _has_length(fields: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether the end of a body shows before the connection's end."""
+    return any(name in (b"content-length", b"transfer-encoding") for name, _ in fields)
