@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from epd_proxy.asgi import Exchange
+from epd_proxy.asgi import Exchange, Patience
 from epd_proxy.config import Config
 from epd_proxy.decode import relay
 from epd_proxy.errors import Forbidden, NoInstance, NotFound, RawHeaders, UpstreamError
 from epd_proxy.payload import NO_JSON, to_json
-from epd_proxy.registry import Instance, Role
+from epd_proxy.registry import Instance, Lease, Role
 from epd_proxy.selectors import RoundRobin, Selection
-from epd_proxy.upstream import Forwarded, Upstream, accepted
+from epd_proxy.upstream import Forwarded, Upstream, accepted, error_of
 
 _JSON: RawHeaders = [(b"content-type", b"application/json")]
 
@@ -27,6 +27,7 @@ class Admin:
     """The handlers of these paths."""
 
     def __init__(self, config: Config, selection: Selection, upstream: Upstream) -> None:
+        self._config = config
         self._timeout = config.probe_timeout or None
         self._selection = selection
         self._upstream = upstream
@@ -34,6 +35,7 @@ class Admin:
         self._informants = RoundRobin()
         self._key = config.admin_api_key.encode()
         self._bearer = f"Bearer {config.profile_api_key}".encode()
+        self._patience = Patience(config.body_timeout)
         self._max_body_size = config.max_body_size
 
     async def live(self, exchange: Exchange) -> None:
@@ -73,9 +75,12 @@ class Admin:
     async def models(self, exchange: Exchange) -> None:
         """The list of models of a decode server. Raises NoInstance, UpstreamError."""
         instance = self._informants.pick(self._selection.ready(Role.DECODE), None)
-        headers = Forwarded(exchange.headers).fields
-        with instance.in_use():
+        headers = Forwarded(exchange.headers, self._config).fields
+        with Lease() as lease:
+            lease.take(instance)
             async with await self._upstream.get(instance, "/v1/models", headers) as answer:
+                if answer.status >= 300:
+                    raise await error_of(answer)
                 await relay(answer, exchange)
 
     async def start_profile(self, exchange: Exchange) -> None:
@@ -96,7 +101,7 @@ class Admin:
         given = exchange.header(b"x-api-key").encode("latin-1")
         if not hmac.compare_digest(given, self._key):
             raise Forbidden("profiling needs the right X-API-Key")
-        body = await exchange.read(self._max_body_size)
+        body = await exchange.read(self._max_body_size, self._patience)
         roles = [role for role in Role if self._selection.has(role)]
         # The first, not the next: what was started must be stopped.
         instances = [self._selection.ready(role)[0] for role in roles]

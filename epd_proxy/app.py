@@ -16,8 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from epd_proxy.admin import Admin
+from epd_proxy.admission import Keys
 from epd_proxy.asgi import Exchange, local_path
+from epd_proxy.calls import Fleet
 from epd_proxy.config import Config
+from epd_proxy.door import Door
 from epd_proxy.errors import ConfigError, MethodNotAllowed, NotFound, ProxyError, RequestError
 from epd_proxy.payload import TOO_DEEP
 from epd_proxy.pipeline import Pipeline
@@ -81,6 +84,7 @@ class EPDProxy:
         self.registry = Registry.of(config)
         _check_addresses(self.registry)
         self._selection = Selection.of(config, self.registry)
+        self._keys = Keys(config.api_key, config.api_key_file)
         self._transport = transport
         self._routes = _own_routes(app, paths)
         self._runtimes: dict[asyncio.AbstractEventLoop, Runtime] = {}
@@ -112,7 +116,10 @@ class EPDProxy:
             # after it is not whole.
             if exchange.is_started:
                 raise
-            await exchange.fail(error)
+            try:
+                await exchange.fail(error, expose_topology=self.config.expose_topology)
+            except ClientDisconnect:
+                return
         finally:
             if self.config.log_requests:
                 _log_request(exchange, time.perf_counter() - began)
@@ -163,18 +170,28 @@ class EPDProxy:
 
     def _start(self) -> Runtime:
         upstream = Upstream(self._transport or default_transport(self.config), self.config)
+        fleet = Fleet(self.config, self._selection, upstream)
         admin = Admin(self.config, self._selection, upstream)
         return Runtime(
             upstream,
             {
-                "chat": Pipeline(self.config, self._selection, upstream),
-                "models": admin.models,
+                "chat": Door(self.config, self._keys, Pipeline(fleet)),
+                "models": self._for_callers(admin.models),
                 "health": admin.health,
                 "live": admin.live,
                 "start_profile": admin.start_profile,
                 "stop_profile": admin.stop_profile,
             },
         )
+
+    def _for_callers(self, handler: Handler) -> Handler:
+        """Only for those who have a key."""
+
+        async def handle(exchange: Exchange) -> None:
+            self._keys.owner(exchange.header(b"authorization"))
+            await handler(exchange)
+
+        return handle
 
 
 def _check_addresses(registry: Registry) -> None:
@@ -207,7 +224,14 @@ def _as_proxy_error(exc: Exception, exchange: Exchange) -> ProxyError:
     if not isinstance(exc, ProxyError):
         logger.exception("request %s failed inside the proxy", exchange.request_id)
         return ProxyError("the proxy failed to handle the request")
-    if exc.status >= 500:
+    if exchange.is_started:
+        logger.warning(
+            "request %s: broken off after %s bytes: %s",
+            exchange.request_id,
+            exchange.sent,
+            exc.log_line(),
+        )
+    elif exc.status >= 500:
         logger.warning("request %s: %s %s", exchange.request_id, exc.status, exc.log_line())
     return exc
 

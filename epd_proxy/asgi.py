@@ -4,15 +4,20 @@ One HTTP exchange on top of ASGI: read the body with a cap, answer once, know wh
 
 from __future__ import annotations
 
+import asyncio
+import math
 import random
 import re
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from epd_proxy.errors import BodyTooLarge, ProxyError, RawHeaders
+from epd_proxy.errors import BodyTimeout, BodyTooLarge, ProxyError, RawHeaders, RequestError
+from epd_proxy.inflate import Inflater
 
+_NUMBER = re.compile(r"[0-9]{0,9}\.?[0-9]{1,9}(?:[eE][+-]?[0-9]{1,3})?", re.ASCII)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -40,6 +45,85 @@ class Step(NamedTuple):
     """0 if the engine gave no answer."""
 
 
+class Patience:
+    """
+    Cancels tasks that have not got on for ``seconds``, or a quarter more; 0: none.
+
+    One timer for all of them, and none while there are none: a timer for each request would cost
+    more than reading its body.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._since: dict[asyncio.Task[Any], float] = {}
+        self._over: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def renew(self, task: asyncio.Task[Any]) -> None:
+        """The task got on."""
+        if self.seconds:
+            loop = task.get_loop()
+            self._since[task] = loop.time()
+            if self._timer is None:
+                self._timer = loop.call_later(self.seconds / 4, self._look, loop)
+
+    def end(self, task: asyncio.Task[Any]) -> bool:
+        """The task need not get on any more; whether it had been cancelled, by nobody else too."""
+        self._since.pop(task, None)
+        if task not in self._over:
+            return False
+        self._over.discard(task)
+        return not task.uncancel()
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        oldest = loop.time() - self.seconds
+        for task, since in list(self._since.items()):
+            if since <= oldest:
+                del self._since[task]
+                self._over.add(task)
+                task.cancel()
+        waiting = bool(self._since)
+        self._timer = loop.call_later(self.seconds / 4, self._look, loop) if waiting else None
+
+
+CALLER = "epd_proxy.caller"
+"""Where in a scope a host puts a ``Caller``, if it can."""
+
+
+class Caller:
+    """
+    Whether the caller of a request is there still, told by the server itself.
+
+    To learn it from ``receive`` takes a task for each request, a twentieth of what a text request
+    costs; and what is half closed, or does not read, shows there late or never.
+    """
+
+    __slots__ = ("_on_leave", "is_gone")
+
+    def __init__(self) -> None:
+        self.is_gone = False
+        self._on_leave: Callable[[], None] | None = None
+
+    def leave(self) -> None:
+        self.is_gone = True
+        if self._on_leave is not None:
+            self._on_leave()
+
+    def watch(self, on_leave: Callable[[], None]) -> None:
+        self._on_leave = on_leave
+        if self.is_gone:
+            on_leave()
+
+    def cancel(self) -> None:
+        self._on_leave = None
+
+
+def current_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
+
+
 class Exchange:
     """
     A request and its answer.
@@ -56,6 +140,13 @@ class Exchange:
         self._values: dict[bytes, bytes] = dict(self.headers)
         self.request_id = _request_id(self.header(b"x-request-id"))
         self.status = 0
+        self.sent = 0
+        """Bytes of the answer's body that have gone."""
+        self.stage: str | None = None
+        """The role that was called last."""
+        self.is_degraded = False
+        """Whether engines have to encode for themselves what encoders should have."""
+        self.is_gone = False
         self.trace: list[Step] = scope.setdefault("epd_proxy.trace", [])
 
     def header(self, name: bytes) -> str:
@@ -66,43 +157,116 @@ class Exchange:
     def is_started(self) -> bool:
         return self.status != 0
 
-    async def read(self, limit: int) -> bytes:
-        """
-        The whole body.
+    @property
+    def needs_length(self) -> bool:
+        """Whether the caller cannot read an answer in chunks."""
+        return self.scope.get("http_version") == "1.0"
 
-        Raises BodyTooLarge (413) as soon as more than ``limit`` bytes are known to come, and
-        ClientDisconnect if the caller leaves.
+    def time_limit(self) -> float | None:
+        """
+        ``x-request-timeout``: the seconds that the caller gives the whole request.
+
+        Raises RequestError (400) if it is no such number.
+        """
+        given = self.header(b"x-request-timeout")
+        if not given:
+            return None
+        seconds = float(given) if _NUMBER.fullmatch(given) else 0.0
+        if not 0 < seconds < math.inf:
+            raise RequestError("x-request-timeout must be a number of seconds above 0")
+        return seconds
+
+    async def read(self, limit: int, patience: Patience) -> bytes:
+        """
+        The whole body, inflated.
+
+        Raises BodyTooLarge (413) as soon as more than ``limit`` bytes are known to come,
+        BodyTimeout (408), UnsupportedEncoding (415), and ClientDisconnect if the caller leaves.
         """
         declared = self.header(b"content-length")
         if declared.isdecimal() and int(declared) > limit:
             raise _too_large(limit)
+        inflater = None
+        if b"content-encoding" in self._values:
+            # A coding on a line of its own counts as well as one behind a comma.
+            codings = [value for name, value in self.headers if name == b"content-encoding"]
+            inflater = Inflater(b",".join(codings).decode("latin-1"), limit)
+        task = current_task()
+        try:
+            body = await self._collect(limit, inflater, patience, task)
+        finally:
+            if patience.end(task):
+                reason = f"the request body did not go on for {patience.seconds:g} s"
+                raise BodyTimeout(reason) from None
+        if inflater is not None:
+            inflater.finish()
+        return body
+
+    async def _collect(
+        self, limit: int, inflater: Inflater | None, patience: Patience, task: asyncio.Task[Any]
+    ) -> bytes:
         chunks: list[bytes] = []
         size = 0
         while True:
+            patience.renew(task)
             message = await self._receive()
             if message["type"] == "http.disconnect":
+                self.is_gone = True
                 raise ClientDisconnect
             chunk = message.get("body", b"")
+            if inflater is not None:
+                # A small piece can hold a lot, which would hold up everybody else's tokens.
+                chunk = await asyncio.to_thread(inflater.feed, chunk)
             size += len(chunk)
             if size > limit:
                 raise _too_large(limit)
-            chunks.append(chunk)
+            if chunk:
+                chunks.append(chunk)
             if not message.get("more_body", False):
-                return chunk if len(chunks) == 1 else b"".join(chunks)
+                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def watch(self) -> Caller | asyncio.Task[None]:
+        """
+        Cancels the current task when the caller leaves. Only once the body has been read.
+
+        Whoever called this cancels what it returns when the answer is out.
+        """
+        task = current_task()
+        caller: Caller | None = self.scope.get(CALLER)
+        if caller is None:
+            return task.get_loop().create_task(self._wait_for_the_end(task))
+        caller.watch(lambda: self._left(task))
+        return caller
+
+    async def _wait_for_the_end(self, task: asyncio.Task[Any]) -> None:
+        # Whatever else comes, comes from a host that does not tell.
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self._left(task)
+
+    def _left(self, task: asyncio.Task[Any]) -> None:
+        self.is_gone = True
+        task.cancel()
 
     async def start(self, status: int, headers: RawHeaders) -> None:
         """Sends the head, with the request id in it."""
         self.status = status
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [*headers, (b"x-request-id", self.request_id.encode())],
-            }
-        )
+        headers = [*headers, (b"x-request-id", self.request_id.encode())]
+        if self.is_degraded:
+            headers.append((b"x-epd-degraded", b"encode"))
+        await self._say({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, body: bytes, more: bool) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        await self._say({"type": "http.response.body", "body": body, "more_body": more})
+        self.sent += len(body)
+
+    async def _say(self, message: Message) -> None:
+        try:
+            await self._send(message)
+        except OSError:
+            # Some hosts tell so that nobody is there any more.
+            self.is_gone = True
+            raise ClientDisconnect from None
 
     async def respond(self, status: int, headers: RawHeaders, body: bytes) -> None:
         """Sends a whole answer."""
@@ -110,8 +274,8 @@ class Exchange:
         await self.start(status, [*headers, length])
         await self.write(body, False)
 
-    async def fail(self, error: ProxyError) -> None:
-        headers, body = error.answer(self.request_id)
+    async def fail(self, error: ProxyError, *, expose_topology: bool = False) -> None:
+        headers, body = error.answer(self.request_id, expose_topology=expose_topology)
         await self.respond(error.status, headers, body)
 
 

@@ -1,42 +1,63 @@
 """
-The engines as one request sees them: who serves a call, how it is made, what is noted about it.
+The engines as one request sees them: who serves a call, how it is made, what may be tried again.
 
 Every stage stands on this: ``pick`` goes to the selectors, ``ask`` and ``open`` to ``upstream``.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import random
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from epd_proxy.asgi import Exchange, Step
-from epd_proxy.errors import RawHeaders
+from epd_proxy.budget import RetryBudget, backoff
+from epd_proxy.config import Config
+from epd_proxy.errors import Engine, RawHeaders, Redo, Unreachable, UpstreamError
 from epd_proxy.payload import Buffer
-from epd_proxy.registry import Instance, Replica, Role
+from epd_proxy.registry import Instance, Lease, Replica, Role
 from epd_proxy.selectors import Selection
 from epd_proxy.upstream import Answer, Forwarded, Upstream, accepted
+
+logger = logging.getLogger("epd_proxy")
+
+Result = TypeVar("Result")
+
+
+class Fleet:
+    """What all requests share: the selectors, the connections, and how much may be done again."""
+
+    def __init__(self, config: Config, selection: Selection, upstream: Upstream) -> None:
+        self.config = config
+        self.selection = selection
+        self.upstream = upstream
+        self.budget = RetryBudget()
+        self.rng = random.Random()
 
 
 class Calls:
     """The calls made on behalf of one request."""
 
-    def __init__(self, exchange: Exchange, selection: Selection, upstream: Upstream) -> None:
-        self._exchange = exchange
-        self._selection = selection
-        self._upstream = upstream
-        self._forwarded = Forwarded(exchange.headers)
+    def __init__(self, exchange: Exchange, fleet: Fleet) -> None:
+        fleet.budget.note_request()
+        self.exchange = exchange
+        self._fleet = fleet
+        self._selection = fleet.selection
+        self._upstream = fleet.upstream
+        self._forwarded = Forwarded(exchange.headers, fleet.config)
         self._replicas: dict[Instance, Replica] = {}
+        self._failed: set[Instance] = set()
 
     def has(self, role: Role) -> bool:
         """Whether the fleet has the role. Raises NoInstance (503) if it has, but nobody ready."""
         return self._selection.has(role)
 
-    def pick(
-        self, role: Role, key: str | None = None, *, avoid: Instance | None = None
-    ) -> Instance:
-        return self._selection.pick(role, key, avoid=avoid)
+    def pick(self, role: Role, key: str | None = None) -> Instance:
+        """One that has not failed this request, if there is one. Raises NoInstance (503)."""
+        return self._selection.pick(role, key, avoid=self._failed)
 
     def replica(self, instance: Instance) -> Replica:
         """Chosen once, so that encode and the consumer mean the same, on a retry too."""
@@ -44,11 +65,65 @@ class Calls:
             self._replicas[instance] = instance.next_replica()
         return self._replicas[instance]
 
+    async def reach(
+        self,
+        instance: Instance,
+        lease: Lease,
+        call: Callable[[Instance], Awaitable[Result]],
+        key: str | None = None,
+    ) -> tuple[Instance, Result]:
+        """
+        ``call`` with ``instance`` or, as long as there is no connection, with all the others.
+
+        That is no redo: nobody has got anything. ``lease`` goes along. Raises what ``call`` does.
+        """
+        refused: list[Instance] = []
+        while True:
+            try:
+                return instance, await call(instance)
+            except Unreachable as failure:
+                refused.append(instance)
+                if not self.turn_away(instance, refused):
+                    raise
+                logger.info("request %s: %s", self.exchange.request_id, failure.log_line())
+                instance = self._selection.pick(
+                    instance.role, key, avoid=self._failed, never=refused
+                )
+                lease.move(instance)
+
+    def turn_away(self, instance: Engine, refused: Sequence[Instance] = ()) -> bool:
+        """Notes that an instance cannot serve this request; whether one is left that might."""
+        assert isinstance(instance, Instance)
+        self._failed.add(instance)
+        ready = self._selection.registry.ready(instance.role)
+        return any(one not in (refused or self._failed) for one in ready)
+
+    async def redo(self, failure: UpstreamError, attempt: int) -> None:
+        """
+        Returns after a pause if what failed may be done once more, else raises ``failure``.
+
+        ``attempt`` counts from 1. Takes it out of the budget of all requests.
+        """
+        if not self._may_redo(failure):
+            raise failure
+        logger.warning(
+            "request %s: %s, which is done again", self.exchange.request_id, failure.log_line()
+        )
+        await asyncio.sleep(backoff(attempt, self._fleet.rng))
+
+    def _may_redo(self, failure: UpstreamError) -> bool:
+        if failure.redo is Redo.NEVER:
+            return False
+        others = self.turn_away(failure.engine)
+        if failure.redo is Redo.ELSEWHERE and not others:
+            return False
+        return self._fleet.budget.may_redo()
+
     async def ask(self, instance: Instance, name: str, body: Sequence[Buffer]) -> bytes:
         """
         An encode or prefill call from beginning to end; the body of its 200.
 
-        Raises EngineRefusal for what the caller has to know, 4xx above all, and UpstreamError.
+        Raises EngineError for what the caller has to know, 4xx above all, and UpstreamError.
         """
         async with self._call(instance, name, body) as answer:
             return await accepted(answer)
@@ -56,8 +131,8 @@ class Calls:
     def open(self, instance: Instance, name: str, body: Sequence[Buffer]) -> Call:
         """A decode call."""
         extra: RawHeaders = []
-        if encodings := self._exchange.header(b"accept-encoding"):
-            extra.append((b"accept-encoding", encodings.encode("latin-1")))
+        if encodings := self._forwarded.encodings:
+            extra.append((b"accept-encoding", encodings))
         if (rank := self.replica(instance).rank) is not None:
             extra.append((b"x-data-parallel-rank", str(rank).encode()))
         return self._call(instance, name, body, extra)
@@ -69,10 +144,11 @@ class Calls:
         body: Sequence[Buffer],
         extra: RawHeaders | None = None,
     ) -> Call:
+        self.exchange.stage = instance.role
         # Engines keep requests by their ids, so no two calls may share one, retries included.
-        request_id = f"{self._exchange.request_id}:{name}:{random.getrandbits(24):06x}"
+        request_id = f"{self.exchange.request_id}:{name}:{self._fleet.rng.getrandbits(24):06x}"
         answer = self._upstream.chat(instance, self._forwarded, request_id, body, extra)
-        return Call(instance, answer, self._exchange.trace)
+        return Call(instance, answer, self.exchange.trace)
 
 
 class Call:

@@ -9,8 +9,20 @@ from itertools import chain
 
 import msgspec
 
+from epd_proxy.config import Config
 from epd_proxy.errors import RequestError
-from epd_proxy.media import EMBEDS, MODALITY, Item, Messages, Part, Place, find_parts, items_of
+from epd_proxy.media import (
+    EMBEDS,
+    MODALITY,
+    Item,
+    Messages,
+    Naming,
+    Part,
+    Place,
+    check_sources,
+    find_parts,
+    items_of,
+)
 from epd_proxy.payload import ABSENT, Buffer, Json, Payload, fields_of, to_json
 
 # They name hosts that engines connect to.
@@ -25,15 +37,17 @@ class Chat:
     instead. Raises RequestError (400), naming the place.
     """
 
-    def __init__(self, body: bytes, *, trust_embeds: bool = False) -> None:
+    def __init__(self, body: bytes, config: Config) -> None:
         self.payload = Payload(body)
         parts = find_parts(self.payload)
         self.media = [part for part in parts if part.kind in MODALITY]
         references = [part for part in parts if part.kind not in MODALITY]
-        if references and not trust_embeds:
+        if references and not config.trust_embeds:
             raise _untrusted(references[0])
+        check_sources(self.payload, self.media, config)
         self.embedded = frozenset(chain.from_iterable(map(_embedded, references)))
-        self._clean = _without_transfer_params(self.payload)
+        trusted = config.trust_transfer_params
+        self._clean = {} if trusted else _without_transfer_params(self.payload)
         self._messages: Messages | None = None
 
     @property
@@ -52,9 +66,9 @@ class Chat:
             self._messages = Messages(self.payload)
         return self._messages
 
-    async def items(self) -> list[Item]:
-        """The media under its content keys."""
-        return await items_of(self.payload, self.messages, self.media)
+    async def items(self, naming: Naming, owner: str | None = None) -> list[Item]:
+        """The media under its content keys. Raises RequestError (400)."""
+        return await items_of(self.payload, self.messages, self.media, naming, owner)
 
     def with_parts(self, parts: Mapping[Place, Json]) -> dict[str, Json]:
         """The change of fields that puts these parts into the messages, written once."""

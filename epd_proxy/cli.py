@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,8 @@ import epd_proxy
 from epd_proxy import demo
 from epd_proxy.app import EPDProxy
 from epd_proxy.config import Config, flag_name, flag_of
-from epd_proxy.errors import ConfigError
+from epd_proxy.errors import ConfigError, ProxyError
+from epd_proxy.intake import IntakeProtocol, keep_memory
 from epd_proxy.servers import check
 from epd_proxy.simulator import Simulator
 
@@ -162,11 +164,12 @@ def serve(**values: Any) -> None:
     options = {"host": values["host"], "port": values["port"], **server}
     check(proxy, options)
     _calm_collector()
+    keep_memory()
     uvicorn.run(
         proxy,
         **options,
         loop="auto",
-        http="auto",
+        http=IntakeProtocol,
         lifespan="on",
         # Decode's own are passed on.
         server_header=False,
@@ -210,10 +213,17 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _logging(level: str) -> dict[str, Any]:
     """uvicorn's logging, and the proxy's own lines in the same form."""
-    logging = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    found = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     own = {"handlers": ["default"], "level": level.upper(), "propagate": False}
-    logging["loggers"]["epd_proxy"] = own
-    return logging
+    found["loggers"]["epd_proxy"] = own
+    # The proxy has told in a line of its own why it broke an answer off.
+    found["filters"] = {"told": {"()": lambda: _was_not_told}}
+    found["handlers"]["default"]["filters"] = ["told"]
+    return found
+
+
+def _was_not_told(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], ProxyError))
 
 
 def simulate(role: str, host: str, port: int, model: str, latency_ms: float, chunks: int) -> None:

@@ -122,6 +122,19 @@ def parse_list(value: Any) -> Any:
     return [word.strip() for words in lists for word in words.split(",") if word.strip()]
 
 
+def _keys(value: Any) -> Any:
+    """Keys as they are: they may hold commas."""
+    return [value] if isinstance(value, str) and value else value or ()
+
+
+def _schemes(value: Any) -> Any:
+    return [word.lower().rstrip(":/") for word in parse_list(value)]
+
+
+def _hosts(value: Any) -> Any:
+    return [word.lower().rstrip(".").strip("[]") for word in parse_list(value)]
+
+
 def parse_size(value: Any) -> Any:
     """Bytes, from a number or from text such as ``64KiB``."""
     if not isinstance(value, str):
@@ -160,8 +173,8 @@ def _fleet(role: str) -> Flag:
 
 def _selector(role: str) -> Flag:
     return Flag(
-        f"how {role} servers are chosen: round-robin, random, weighted, the name of an installed"
-        " selector, or module:attribute"
+        f"how {role} servers are chosen: round-robin, random, weighted, least-busy, affinity, the"
+        " name of an installed selector, or module:attribute"
     )
 
 
@@ -189,8 +202,21 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Flag("images in one encode call at most; 0: no limit", env="ENCODER_MAX_BATCH_SIZE"),
     ] = 0
     decode_retries: Annotated[
-        int, Flag("how often to redo a request when decode answers 500; below 0 counts as 0")
+        int,
+        Flag("how often to redo a request that prefill or decode failed; below 0 counts as 0"),
     ] = 1
+    encode_retries: Annotated[
+        int, NotNegative, Flag("how often to repeat an encode call that failed, by another encoder")
+    ] = 1
+    encode_fallback: Annotated[
+        Literal["none", "raw"],
+        Flag("raw: what no encoder can serve goes to prefill and decode as it is"),
+    ] = "none"
+    stream_guard: Annotated[
+        float,
+        NotNegative,
+        Flag("seconds for which a stream is held until it says something of value; 0: not at all"),
+    ] = 5.0
     encode_max_tokens: Annotated[
         int, NotNegative, Flag("max_tokens of encode calls, for older encoders; 0: none")
     ] = 0
@@ -223,6 +249,32 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     profile_api_key: Annotated[
         str, Flag("bearer that engines get with profiling calls", env="OPENAI_API_KEY")
     ] = ""
+    api_key: Annotated[
+        tuple[str, ...],
+        Flag("key that callers must send as a bearer; repeatable", parse=_keys, many=True),
+    ] = ()
+    api_key_file: Annotated[str, Flag("file of such keys, one a line")] = ""
+    upstream_api_key: Annotated[str, Flag("bearer that engines get in place of the caller's")] = ""
+    media_ids: Annotated[
+        Literal["caller", "content", "tenant"],
+        Flag(
+            "what names media in the caches: the caller's uuid, else its content; its content;"
+            " or its content and the caller's key"
+        ),
+    ] = "caller"
+    media_ids_secret: Annotated[str, Flag("key of the HMAC that names media for a tenant")] = ""
+    allowed_media_schemes: Annotated[
+        tuple[str, ...],
+        Flag("schemes that URLs of media may have; none given: any", _schemes, many=True),
+    ] = ()
+    allowed_media_hosts: Annotated[
+        tuple[str, ...],
+        Flag("hosts that URLs of media may name; none given: any", _hosts, many=True),
+    ] = ()
+    trust_transfer_params: Annotated[
+        bool, Flag("let callers send transfer parameters and routing headers to the engines")
+    ] = False
+    expose_topology: Annotated[bool, Flag("name the addresses of engines in error answers")] = False
     no_rewrite: Annotated[
         bool, Flag("leave media as the caller sent it, for engines that keep it in their cache")
     ] = False
@@ -232,6 +284,18 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     connect_timeout: Annotated[
         float, NotNegative, Flag("seconds to reach an engine; 0: no limit")
     ] = 5.0
+    encode_timeout: Annotated[
+        float, NotNegative, Flag("seconds an encoder may be silent; 0: no limit")
+    ] = 900.0
+    prefill_timeout: Annotated[
+        float, NotNegative, Flag("seconds a prefill server may be silent; 0: no limit")
+    ] = 600.0
+    first_byte_timeout: Annotated[
+        float, NotNegative, Flag("seconds until the head of decode's answer; 0: no limit")
+    ] = 0.0
+    idle_timeout: Annotated[
+        float, NotNegative, Flag("seconds between two bytes of decode's answer; 0: no limit")
+    ] = 600.0
     keep_alive: Annotated[
         float,
         NotNegative,
@@ -252,6 +316,16 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_body_size: Annotated[
         int, Meta(ge=1), Flag("largest request body: bytes, or 256MiB", parse=parse_size)
     ] = 256 << 20
+    body_timeout: Annotated[
+        float, NotNegative, Flag("seconds a request body may stall; 0: no limit")
+    ] = 60.0
+    max_concurrency: Annotated[
+        int, NotNegative, Flag("chat requests in work at most; 0: no limit")
+    ] = 0
+    max_queue: Annotated[int, NotNegative, Flag("chat requests that wait for that at most")] = 0
+    queue_timeout: Annotated[
+        float, NotNegative, Flag("seconds that each of them waits at most; 0: no limit")
+    ] = 30.0
     log_requests: Annotated[bool, Flag("log a line for every request")] = False
 
     def __post_init__(self) -> None:
@@ -260,11 +334,25 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             msgspec.structs.force_setattr(self, option.name, value)
         if not self.decode:
             raise ConfigError("--decode", "at least one decode server is needed")
+        for name in ("upstream_api_key", "profile_api_key"):
+            if not getattr(self, name).isprintable():
+                raise ConfigError(flag_name(name), "holds what no header can hold")
         if self.ec_consumer_zmq_addrs:
             self._check_push()
+        if self.media_ids == "tenant":
+            self._check_tenants()
+
+    def _check_tenants(self) -> None:
+        if not self.media_ids_secret:
+            raise ConfigError(flag_name("media_ids_secret"), "needed for --media-ids tenant")
+        if not (self.api_key or self.api_key_file):
+            raise ConfigError(flag_name("api_key"), "needed for --media-ids tenant")
 
     def _check_push(self) -> None:
         option = flag_name("ec_consumer_zmq_addrs")
+        if self.encode_fallback == "raw":
+            reason = "cannot be combined with push addresses"
+            raise ConfigError(flag_name("encode_fallback"), reason)
         if self.prefill:
             raise ConfigError(option, "needs decode servers that prefill: give no prefill server")
         given, size = len(self.ec_consumer_zmq_addrs), self.ec_consumer_dp_size

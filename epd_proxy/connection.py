@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import Protocol, TypeAlias, cast
+from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import httptools
 import httpx
@@ -28,8 +28,26 @@ _GRACE = 0.005
 Fields: TypeAlias = list[tuple[bytes, bytes]]
 Body: TypeAlias = Sequence[bytes | memoryview] | AsyncIterator[bytes]
 """Buffers, which can be written at once and again, or pieces as they are to stand on the wire."""
-Timeouts: TypeAlias = Mapping[str, float | None]
-"""As in httpx's ``extensions["timeout"]``: connect, read, write, pool, in seconds."""
+
+
+class Limits(NamedTuple):
+    """How long each step of an exchange may take, in seconds; None: for ever."""
+
+    connect: float | None = None
+    pool: float | None = None
+    """Until a connection is free."""
+    write: float | None = None
+    """Until the engine takes a piece of the request."""
+    head: float | None = None
+    """Until the head of the answer."""
+    idle: float | None = None
+    """Between two of its bytes."""
+
+    @classmethod
+    def of(cls, timeouts: Mapping[str, float | None]) -> Limits:
+        """From httpx's ``extensions["timeout"]``."""
+        get = timeouts.get
+        return cls(get("connect"), get("pool"), get("write"), get("read"), get("read"))
 
 
 class Home(Protocol):
@@ -86,7 +104,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     async def exchange(
-        self, head: bytes, body: Body, timeouts: Timeouts, *, is_head: bool = False
+        self, head: bytes, body: Body, limits: Limits, *, is_head: bool = False
     ) -> Incoming:
         """
         Writes a request and waits for the head of the answer.
@@ -95,14 +113,14 @@ class Connection(asyncio.Protocol):
         """
         if self.is_closed:
             raise Unanswered(httpx.ReadError("closed before it was used again"))
-        incoming = self._incoming = Incoming(self, self._loop, timeouts.get("read"), is_head)
+        incoming = self._incoming = Incoming(self, self._loop, limits, is_head)
         try:
             if isinstance(body, list | tuple):
                 self._transport.writelines([head, *body])
             else:
                 assert isinstance(body, AsyncIterator)
                 self._is_written = False
-                await self._write_pieces(head, body, incoming, timeouts.get("write"))
+                await self._write_pieces(head, body, incoming, limits.write)
             while not incoming.has_head:
                 await incoming.more()
         except BaseException:
@@ -229,10 +247,10 @@ class Incoming(httpx.AsyncByteStream):
         "_is_interim",
         "_is_late",
         "_is_paused",
+        "_limits",
         "_loop",
         "_parser",
         "_pieces",
-        "_silence",
         "_unread",
         "_waiter",
         "fields",
@@ -246,12 +264,12 @@ class Incoming(httpx.AsyncByteStream):
         self,
         connection: Connection,
         loop: asyncio.AbstractEventLoop,
-        silence: float | None,
+        limits: Limits,
         is_head: bool,
     ) -> None:
         self._connection = connection
         self._loop = loop
-        self._silence = silence
+        self._limits = limits
         self._is_head = is_head
         self._deadline = 0.0
         self._waiter: asyncio.Future[None] | None = None
@@ -311,7 +329,7 @@ class Incoming(httpx.AsyncByteStream):
 
     def silent_until(self) -> float | None:
         """When to look again; None if nobody waits, or if the engine was silent for too long."""
-        if self._waiter is None or self._waiter.done() or self._silence is None:
+        if self._waiter is None or self._waiter.done() or not self._deadline:
             return None
         now = self._loop.time()
         if now < self._deadline:
@@ -400,8 +418,10 @@ class Incoming(httpx.AsyncByteStream):
         if self._error is not None:
             raise self._error
         waiter = self._waiter = self._loop.create_future()
-        if self._silence is not None:
-            self._deadline = self._loop.time() + self._silence
+        silence = self._limits.idle if self.has_head else self._limits.head
+        self._deadline = 0.0
+        if silence is not None:
+            self._deadline = self._loop.time() + silence
             self._connection.watch(self._deadline)
         try:
             await waiter

@@ -18,7 +18,7 @@ import msgspec
 from epd_proxy.calls import Calls
 from epd_proxy.chat import Chat
 from epd_proxy.config import Config
-from epd_proxy.errors import UpstreamError
+from epd_proxy.errors import NoInstance, UpstreamError
 from epd_proxy.media import Item
 from epd_proxy.payload import NO_JSON, Buffer, Json, to_json
 from epd_proxy.references import (
@@ -26,10 +26,11 @@ from epd_proxy.references import (
     as_array,
     as_tensor,
     parts_for_consumer,
+    pinned,
     transfer_params,
 )
 from epd_proxy.registry import Instance, Lease, Role
-from epd_proxy.reports import Feature, Report, Unmatched, match, parse_report
+from epd_proxy.reports import NO_REPORT, Feature, Report, Unmatched, match, parse_report
 
 # What has a say in the cache key or in the engine's queue, and so must be the same everywhere.
 _SHARED_FIELDS = ("mm_processor_kwargs", "media_io_kwargs", "priority", "session_id")
@@ -53,12 +54,21 @@ class Encoded(NamedTuple):
     features: list[tuple[Feature, ...]]
 
 
+def as_it_came(chat: Chat, items: Sequence[Item]) -> References:
+    """Media that nobody encodes before the consumer, under its content keys."""
+    raw = pinned(items)
+    return References(raw, raw, None, stand_for_media=bool(chat.embedded))
+
+
 class EncodeStage:
     """Encodes the media of a request."""
 
     def __init__(self, config: Config) -> None:
         self._batch_size = config.encoder_batch_size
+        self._retries = config.encode_retries
+        self._falls_back = config.encode_fallback == "raw"
         self._rewrites = not config.no_rewrite
+        self._renames = config.media_ids != "caller"
         self._pins = config.kv_connector == "shared"
         self._write = as_tensor if config.metadata_format == "tensor" else as_array
         self._own_fields: dict[str, Json] = {"stream": False}
@@ -71,11 +81,17 @@ class EncodeStage:
         """
         ``push_to``: where the encoders push the embeddings; without, the consumer pulls them.
 
-        Raises EngineRefusal, NoInstance, and UpstreamError, for a report too that cannot be
-        matched to the items.
+        Raises EngineError, NoInstance, and UpstreamError, for a report too that cannot be matched
+        to the items.
         """
         with ExitStack() as stage:
-            groups = self._assign(calls, items, stage)
+            try:
+                groups = self._assign(calls, items, stage)
+            except NoInstance:
+                if not self._falls_back:
+                    raise
+                calls.exchange.is_degraded = True
+                return as_it_came(chat, items)
             encoded = await _gather([self._encode(calls, chat, each, push_to) for each in groups])
         features = {
             item.place: found
@@ -88,12 +104,13 @@ class EncodeStage:
             [feature for _, found in described for feature in found],
         )
         if not self._rewrites:
-            return References({}, {}, transfer, stand_for_media=bool(chat.embedded))
+            parts = pinned(items) if self._renames else {}
+            return References(parts, {}, transfer, stand_for_media=bool(chat.embedded))
         parts, rewritten = parts_for_consumer(
             described, embedded=chat.embedded, with_sound=chat.with_sound, write=self._write
         )
-        pinned = {item.place: item.pinned() for item in items} if self._pins else {}
-        return References(parts, pinned, transfer, stand_for_media=rewritten or bool(chat.embedded))
+        raw = pinned(items) if self._pins else {}
+        return References(parts, raw, transfer, stand_for_media=rewritten or bool(chat.embedded))
 
     def _assign(self, calls: Calls, items: Sequence[Item], stage: ExitStack) -> list[Group]:
         groups: list[Group] = []
@@ -111,23 +128,55 @@ class EncodeStage:
         return groups
 
     async def _encode(self, calls: Calls, chat: Chat, group: Group, push_to: str | None) -> Encoded:
+        try:
+            with group.lease:
+                return await self._persist(calls, chat, group, push_to)
+        except (UpstreamError, NoInstance) as failure:
+            if not self._falls_back or failure.status < 500 or failure.status == 501:
+                raise
+            calls.exchange.is_degraded = True
+            return Encoded(NO_REPORT, [()] * len(group.items))
+
+    async def _persist(
+        self, calls: Calls, chat: Chat, group: Group, push_to: str | None
+    ) -> Encoded:
+        """Another encoder gets what one has failed, up to ``--encode-retries`` times."""
+        instance, attempt = group.instance, 0
+        while True:
+            try:
+                return await self._attempt(calls, chat, group, instance, push_to)
+            except UpstreamError as failure:
+                attempt += 1
+                if attempt > self._retries:
+                    raise
+                await calls.redo(failure, attempt)
+            instance = calls.pick(Role.ENCODE, group.items[0].key)
+            group.lease.move(instance)
+
+    async def _attempt(
+        self, calls: Calls, chat: Chat, group: Group, instance: Instance, push_to: str | None
+    ) -> Encoded:
         push = Push(push_to, group.items, chat) if push_to else None
-        with group.lease:
-            body = self._body(chat, group, push)
-            content = await calls.ask(group.instance, str(group.first), body)
-        report = _report_of(content, group.instance)
+        body = self._body(chat, group, push)
+        instance, content = await calls.reach(
+            instance,
+            group.lease,
+            lambda one: calls.ask(one, str(group.first), body),
+            group.items[0].key,
+        )
+        report = _report_of(content, instance)
         try:
             features = match(group.items, report, with_sound=chat.with_sound)
         except Unmatched as exc:
             # Without references, and without ids to hand on, nobody asks which entry is whose.
             if self._rewrites or push:
                 reason = f"reported what cannot be matched: {exc}"
-                raise UpstreamError(Role.ENCODE, group.instance.url, reason) from exc
+                raise UpstreamError(instance, reason) from exc
             features = [()] * len(group.items)
         if push:
             if not report.entries:
                 reason = "reported nothing of what it was to push"
-                raise UpstreamError(Role.ENCODE, group.instance.url, reason)
+                raise UpstreamError(instance, reason)
             features = push.named(features)
         return Encoded(report, features)
 
@@ -203,10 +252,10 @@ def _report_of(content: bytes, instance: Instance) -> Report:
         report = parse_report(answer.ec_transfer_params)
     except NO_JSON as exc:
         reason = "answered with what is no chat completion"
-        raise UpstreamError(Role.ENCODE, instance.url, reason, cause=str(exc)) from exc
+        raise UpstreamError(instance, reason, cause=str(exc)) from exc
     if ended := _finish_reasons(answer.choices) & {"abort", "error"}:
         reason = f"gave up: finish_reason {ended.pop()}"
-        raise UpstreamError(Role.ENCODE, instance.url, reason)
+        raise UpstreamError(instance, reason)
     return report
 
 

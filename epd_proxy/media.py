@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
+from epd_proxy.config import Config
 from epd_proxy.errors import RequestError
 from epd_proxy.payload import (
     Buffer,
@@ -60,6 +63,14 @@ _OWN_KEYS = frozenset({*_BY_KEY, "type", "uuid"})
 # From here on a digest is made on a thread: it would hold up everybody else's tokens.
 _LARGE = 256 << 10
 
+_LONGEST_UUID = 2048
+_LONGEST_SCHEME = 64
+# No blanks, controls, backslashes or user names, which parsers read differently.
+_PLAIN_URL = re.compile(
+    r"[A-Za-z][A-Za-z0-9+.-]*://"
+    r"(?:\[[0-9A-Fa-f:.]+\]|[^\s\x00-\x20\x7f\\@/?#:\[\]]+)(?::[0-9]*)?"
+    r"(?:[/?#][^\s\x00-\x20\x7f\\]*)?"
+)
 _UNSAFE_UUID = re.compile(r"^/|(?:^|/)\.\.(?:/|$)|[\x00-\x1f\x7f-\x9f]")
 
 
@@ -217,6 +228,10 @@ def _name_of(payload: Payload, place: Place, kind: str, part: dict[str, Any]) ->
             )
         return None
     name = payload.text(uuid) if isinstance(uuid, str) else str(uuid)
+    if len(name) > _LONGEST_UUID:
+        raise RequestError(
+            f"{place}.uuid has more than {_LONGEST_UUID} characters", param=f"{place}.uuid"
+        )
     if _UNSAFE_UUID.search(name):
         raise RequestError(
             f"{place}.uuid may become a path: it must not start with /, hold a .. segment or"
@@ -233,21 +248,105 @@ def _is_empty(kind: str, part: dict[str, Any]) -> bool:
     return not isinstance(payload, str) or not payload
 
 
-async def items_of(payload: Payload, messages: Messages, parts: Sequence[Part]) -> list[Item]:
+class Naming(NamedTuple):
     """
-    ``parts`` under their content keys, which are those of vLLM's proxy.
+    What names media in the caches of all engines (``--media-ids``).
+
+    A caller's uuid is the key of everybody: who names another's can have or spoil it. So it may be
+    ignored (``renames``), and the name be made with a secret and the caller's API key.
+    """
+
+    renames: bool = False
+    secret: bytes | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> Naming:
+        secret = config.media_ids_secret.encode() if config.media_ids == "tenant" else None
+        return cls(config.media_ids != "caller", secret)
+
+    def key(self, digest: str, owner: str | None) -> str:
+        """``digest``: the content key, in hex."""
+        if self.secret is None:
+            return digest
+        # A digest has a fixed length, so the two cannot run into each other.
+        message = f"{digest}{owner}".encode(errors="surrogateescape")
+        return hmac.digest(self.secret, message, "sha256").hex()
+
+
+BY_CALLER = Naming()
+
+
+async def items_of(
+    payload: Payload,
+    messages: Messages,
+    parts: Sequence[Part],
+    naming: Naming = BY_CALLER,
+    owner: str | None = None,
+) -> list[Item]:
+    """
+    ``parts`` under their content keys, which are those of vLLM's proxy unless ``naming`` says else.
 
     The key is the caller's uuid; else the SHA-256 of the URL; else, for ``input_audio``, of the
-    part as Python's ``json.dumps(part, sort_keys=True)`` writes it.
+    part as Python's ``json.dumps(part, sort_keys=True)`` writes it. Raises RequestError (400) for
+    a part that is a uuid alone where uuids do not count.
     """
+    if naming.renames:
+        parts = [_without_uuid(part) for part in parts]
     nameless = [part for part in parts if part.name is None]
     contents = [_content_of(payload, part) for part in nameless]
-    keys = dict(zip((part.place for part in nameless), await _digests(contents), strict=True))
+    digests = [naming.key(digest, owner) for digest in await _digests(contents)]
+    keys = dict(zip((part.place for part in nameless), digests, strict=True))
     return [_item(part, messages.part(part.place), keys.get(part.place)) for part in parts]
+
+
+def _without_uuid(part: Part) -> Part:
+    if _is_empty(part.kind, part.tree):
+        raise RequestError(
+            f"{part.place}: a uuid does not stand for media here; send the media itself",
+            param=str(part.place),
+        )
+    tree = {name: value for name, value in part.tree.items() if name != "uuid"}
+    return part._replace(tree=tree, name=None)
+
+
+def check_sources(payload: Payload, parts: Iterable[Part], config: Config) -> None:
+    """
+    Raises RequestError (400) for media from where ``--allowed-media-schemes`` and
+    ``--allowed-media-hosts`` do not allow it.
+
+    The engines fetch it, not the proxy, so a URL that two parsers may read in two ways is refused.
+    """
+    schemes, hosts = config.allowed_media_schemes, config.allowed_media_hosts
+    if not (schemes or hosts):
+        return
+    for part in parts:
+        value = part.tree.get(part.kind)
+        url = value.get("url") if isinstance(value, dict) else value
+        if part.kind != "input_audio" and isinstance(url, str) and url:
+            reason = _fault_of_source(url, schemes, hosts)
+            if reason:
+                raise RequestError(f"{part.place}: {reason}", param=str(part.place))
+
+
+def _fault_of_source(url: str, schemes: Sequence[str], hosts: Sequence[str]) -> str:
+    scheme = url[:_LONGEST_SCHEME].partition(":")[0].lower()
+    if schemes and scheme not in schemes:
+        return f"media may come by {', '.join(schemes)} alone"
+    if not hosts or scheme == "data":
+        return ""
+    if not _PLAIN_URL.fullmatch(url):
+        return "the URL of the media is not plain enough to tell its host"
+    try:
+        host = (urlsplit(url).hostname or "").rstrip(".")
+    except ValueError:
+        host = ""
+    return "" if host in hosts else "media may not come from that host"
 
 
 def _item(part: Part, fields: dict[str, msgspec.Raw], digest: str | None) -> Item:
     key = digest or part.name or ""
+    if "uuid" not in part.tree:
+        fields.pop("uuid", None)
     return Item(
         part.place,
         part.kind,

@@ -177,6 +177,8 @@ def _reason(body: bytes, exc: Exception) -> str:
 
 
 def _cut(body: bytes) -> tuple[bytes, list[memoryview]]:
+    if len(body) < _SHORTEST_CUT:
+        return body, []
     view = memoryview(body)
     pieces: list[bytes] = []
     cuts: list[memoryview] = []

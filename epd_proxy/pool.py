@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 import httpx
 
-from epd_proxy.connection import Body, Connection, Fields, Incoming, Timeouts, Unanswered
+from epd_proxy.connection import Body, Connection, Fields, Incoming, Limits, Unanswered
 
 _UNIX = "http+unix"
 _CLOSED = "the pool is closed"
@@ -64,7 +64,7 @@ class ConnectionPool(httpx.AsyncBaseTransport):
             self.origin(request.url),
             head,
             await _body_of(request),
-            request.extensions.get("timeout", {}),
+            Limits.of(request.extensions.get("timeout", {})),
             is_head=request.method == "HEAD",
         )
         return httpx.Response(
@@ -75,22 +75,22 @@ class ConnectionPool(httpx.AsyncBaseTransport):
         )
 
     async def send(
-        self, origin: Origin, head: bytes, body: Body, timeouts: Timeouts, *, is_head: bool = False
+        self, origin: Origin, head: bytes, body: Body, limits: Limits, *, is_head: bool = False
     ) -> Incoming:
         """
         The same without the objects around it: an answer whose head is there.
 
         ``head`` is as ``head_of`` writes it; a body in buffers needs its length in it.
         """
-        connection = origin.idle_connection() or await origin.take(timeouts)
+        connection = origin.idle_connection() or await origin.take(limits)
         try:
-            return await connection.exchange(head, body, timeouts, is_head=is_head)
+            return await connection.exchange(head, body, limits, is_head=is_head)
         except Unanswered as exc:
             if not connection.was_used or isinstance(body, AsyncIterator):
                 raise exc.reason from None
-        connection = await origin.take(timeouts, fresh=True)
+        connection = await origin.take(limits, fresh=True)
         try:
-            return await connection.exchange(head, body, timeouts, is_head=is_head)
+            return await connection.exchange(head, body, limits, is_head=is_head)
         except Unanswered as exc:
             raise exc.reason from None
 
@@ -169,7 +169,7 @@ class Origin:
             self.drop_idle(time.monotonic() - self._pool.keep_alive)
         return self.idle.pop() if self.idle else None
 
-    async def take(self, timeouts: Timeouts, *, fresh: bool = False) -> Connection:
+    async def take(self, limits: Limits, *, fresh: bool = False) -> Connection:
         """
         A connection for one exchange, a new one if it must be ``fresh``.
 
@@ -185,16 +185,16 @@ class Origin:
                 self.idle.popleft().abort()
             else:
                 # A place that becomes free stays counted: it is the next one's.
-                return await self._wait_in_line(timeouts) or await self._connect(timeouts)
+                return await self._wait_in_line(limits) or await self._connect(limits)
         self.count += 1
-        return await self._connect(timeouts)
+        return await self._connect(limits)
 
-    async def _wait_in_line(self, timeouts: Timeouts) -> Connection | None:
+    async def _wait_in_line(self, limits: Limits) -> Connection | None:
         """Somebody's connection, or None for a place to open one."""
         turn: asyncio.Future[Connection | None] = asyncio.get_running_loop().create_future()
         self.waiting.append(turn)
         try:
-            async with asyncio.timeout(timeouts.get("pool")):
+            async with asyncio.timeout(limits.pool):
                 return await turn
         except BaseException as exc:
             if turn in self.waiting:
@@ -210,13 +210,13 @@ class Origin:
                 raise httpx.PoolTimeout("no connection became free in time") from None
             raise
 
-    async def _connect(self, timeouts: Timeouts) -> Connection:
+    async def _connect(self, limits: Limits) -> Connection:
         """Opens a connection in a place that is counted already."""
         loop = asyncio.get_running_loop()
         opening = asyncio.ensure_future(self._open(loop, lambda: Connection(self)))
         self._opening.add(opening)
         try:
-            async with asyncio.timeout(timeouts.get("connect")):
+            async with asyncio.timeout(limits.connect):
                 _, connection = await opening
         except BaseException as exc:
             if opening.done() and not opening.cancelled() and opening.exception() is None:

@@ -12,10 +12,10 @@ import msgspec
 from epd_proxy.calls import Calls
 from epd_proxy.chat import Chat
 from epd_proxy.config import Config
-from epd_proxy.errors import UpstreamError
+from epd_proxy.errors import Redo, UpstreamError
 from epd_proxy.payload import ABSENT, NO_JSON, Json, fields_of, is_object, to_json
 from epd_proxy.references import References
-from epd_proxy.registry import Instance, Role
+from epd_proxy.registry import Instance, Lease, Role
 
 # vLLM's NIXL connector, ``vllm/distributed/kv_transfer/kv_connector/v1/nixl/``.
 _ASK_FOR_HANDLE = msgspec.Raw(
@@ -69,7 +69,6 @@ class PrefillStage:
         was wanted, none came, and the body holds references: decode cannot rebuild what they stand
         for.
         """
-        instance = calls.pick(Role.PREFILL)
         transfer = references.transfer
         changes = {
             **messages,
@@ -79,13 +78,17 @@ class PrefillStage:
         changes |= {name: 1 for name in ("max_completion_tokens", "n") if name in chat.payload.tree}
         if self._wants_handle:
             changes["kv_transfer_params"] = _ASK_FOR_HANDLE
-        with instance.in_use():
-            content = await calls.ask(instance, "p", chat.body(changes))
+        body = chat.body(changes)
+        with Lease() as lease:
+            instance, content = await calls.reach(
+                lease.take(calls.pick(Role.PREFILL)), lease, lambda one: calls.ask(one, "p", body)
+            )
         if not self._wants_handle:
             return None
         handle = _handle_of(content, instance)
         if handle is None and references.stand_for_media:
-            raise UpstreamError(Role.PREFILL, instance.url, "returned no handle on its KV cache")
+            reason = "returned no handle on its KV cache"
+            raise UpstreamError(instance, reason, redo=Redo.ANYWHERE)
         if handle is not None and self._host_from_url:
             return _with_host(handle, instance)
         return handle
@@ -97,7 +100,7 @@ def _handle_of(content: bytes, instance: Instance) -> msgspec.Raw | None:
         is_handle = is_object(handle) and msgspec.json.decode(handle) != {}
     except NO_JSON as exc:
         reason = "answered with what is no chat completion"
-        raise UpstreamError(Role.PREFILL, instance.url, reason, cause=str(exc)) from exc
+        raise UpstreamError(instance, reason, cause=str(exc)) from exc
     return handle if is_handle else None
 
 

@@ -47,6 +47,11 @@ class References(NamedTuple):
     """Whether an engine that has no embeddings could not answer the body."""
 
 
+def pinned(items: Iterable[Item]) -> dict[Place, Json]:
+    """The caller's media itself, under its content keys."""
+    return {item.place: item.pinned() for item in items}
+
+
 def as_array(numbers: Sequence[bytes]) -> Json:
     """A flat JSON array, which is what vLLM takes as metadata."""
     return msgspec.Raw(b"[%b]" % b",".join(numbers))

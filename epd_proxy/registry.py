@@ -69,12 +69,6 @@ class Instance:
     def __repr__(self) -> str:
         return f"<Instance {self.role} {self.url} weight={self.weight:g} load={self.load}>"
 
-    def in_use(self) -> Lease:
-        """Counts a call in ``load`` while it runs, whatever its end."""
-        lease = Lease()
-        lease.take(self)
-        return lease
-
 
 class Lease:
     """Shares in the loads of instances, given back together; a context manager."""
@@ -88,6 +82,13 @@ class Lease:
         instance.load += 1
         self._taken.append(instance)
         return instance
+
+    def move(self, other: Instance) -> None:
+        """All shares to another instance, which does the work in their place."""
+        for instance in self._taken:
+            instance.load -= 1
+            other.load += 1
+        self._taken = [other] * len(self._taken)
 
     def give_back(self) -> None:
         for instance in self._taken:

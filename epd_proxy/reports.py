@@ -62,6 +62,9 @@ class Report(NamedTuple):
     """For each position, where the report lists them."""
 
 
+NO_REPORT = Report([], {}, [])
+
+
 class Feature(NamedTuple):
     """What an item became in the engine; a video with its sound becomes two."""
 
@@ -93,7 +96,7 @@ def parse_report(params: msgspec.Raw) -> Report:
     Raises msgspec.DecodeError for what ``Raw`` let through although it is no JSON.
     """
     if not is_object(params):
-        return Report([], {}, [])
+        return NO_REPORT
     members = fields_of(params)
     handles = {name: value for name, value in members.items() if is_object(value)}
     keyed = [_entry(name, _ENTRY.decode(value)) for name, value in handles.items()]

@@ -9,9 +9,13 @@ kept by instance, never by position.
 
 from __future__ import annotations
 
+import hashlib
+import math
 import pkgutil
 import random
-from collections.abc import Callable, Mapping
+import struct
+from array import array
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Protocol, TypeVar
 
@@ -117,6 +121,146 @@ class Weighted:
         return chosen
 
 
+class LeastBusy:
+    """
+    Of two taken at random, the one with less load for its weight.
+
+    Two are enough to keep clear of the busiest, and, unlike the least loaded of all, are not the
+    same for every proxy at once. No instance gets more than two of ``len(ready)`` picks, however
+    large its weight.
+    """
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._random = (rng or random.Random()).random
+
+    def pick(self, ready: tuple[Instance, ...], key: str | None) -> Instance:
+        count = len(ready)
+        if count == 1:
+            return ready[0]
+        place = int(self._random() * count)
+        one = ready[place]
+        # Any but the first, each with the same chance; so a tie, too, falls at random.
+        other = ready[place - 1 - int(self._random() * (count - 1))]
+        return other if other.load * one.weight < one.load * other.weight else one
+
+
+class Affinity:
+    """
+    The same key goes to the same instance, unless that has more than its share of the load.
+
+    Rendezvous hashing: every key has an order of its own over all instances, in which each comes
+    first with a chance in proportion to its weight, and an instance that comes or goes leaves the
+    order of the others as it was. The order follows from key, URLs and weights alone, so all
+    proxies agree. The first instance wins that has at most ``bound`` times the average load for its
+    weight; so none ever gets beyond that by more than one item, and a key that many ask for spills
+    over, always to the same ones. Without a key it is ``LeastBusy``.
+    """
+
+    def __init__(self, rng: random.Random | None = None, *, bound: float = 1.25) -> None:
+        self._keyless = LeastBusy(rng)
+        self._bound = bound
+        self._rankings: list[_Ranking] = []
+        self._ready: tuple[Instance, ...] = ()
+        self._away: Collection[Instance] = ()
+        self._weight = 0.0
+
+    def pick(self, ready: tuple[Instance, ...], key: str | None) -> Instance:
+        if key is None:
+            return self._keyless.pick(ready, key)
+        if ready is not self._ready:
+            self._adopt(ready)
+        limit = None
+        for instance in self._rankings[0].order(key):
+            if instance in self._away:
+                continue
+            if not instance.load:
+                return instance
+            if limit is None:
+                load = sum([one.load for one in ready])
+                limit = load * self._bound / self._weight
+            if instance.load <= limit * instance.weight:
+                return instance
+        # With a bound of 1 or less nobody may be within it.
+        return self._keyless.pick(ready, key)
+
+    def _adopt(self, ready: tuple[Instance, ...]) -> None:
+        """
+        Finds or makes a ranking that has all of ``ready``, and puts it first.
+
+        What is left out, by a retry or because it is away, is skipped in the order of a ranking
+        that has it, so that neither costs the orders that are known.
+        """
+        weights = {instance: instance.weight for instance in ready}
+        for ranking in self._rankings:
+            if weights.items() <= ranking.weights.items():
+                others = [other for other in self._rankings if other is not ranking]
+                break
+        else:
+            known = {url: draws for one in self._rankings for url, draws in one.draws.items()}
+            ranking = _Ranking(weights, known)
+            others = [one for one in self._rankings if not one.weights.keys() <= weights.keys()]
+        self._rankings = [ranking, *others[: _RANKINGS - 1]]
+        self._ready = ready
+        self._away = ranking.weights.keys() - weights.keys()
+        self._weight = sum(weights.values())
+
+
+_RANKINGS = 8  # stay known: fleets of which none holds another, as those of several models
+_SLOTS = 16381  # a prime, so that every digit of a key counts; 64 instances get 256 each, +- 16
+
+
+class _Ranking:
+    """
+    The orders of some instances.
+
+    Keys share slots, and it is slots that have orders: a rendezvous of 64 instances takes tens of
+    microseconds, so each is made once, when it is first asked for. At worst that is 64 KiB of draws
+    and 32 KiB of orders for each instance.
+    """
+
+    def __init__(self, weights: Mapping[Instance, float], known: Mapping[str, bytes]) -> None:
+        self.weights = weights
+        self.draws = {one.url: known.get(one.url) or _draws_of(one.url) for one in weights}
+        # The order of a tie must not be that of the tuple.
+        self._instances = sorted(weights, key=lambda instance: instance.url)
+        self._terms = [(self.draws[one.url], -1 / one.weight) for one in self._instances]
+        self._orders: dict[int, array[int]] = {}
+
+    def order(self, key: str) -> Iterator[Instance]:
+        slot = _slot_of(key)
+        try:
+            order = self._orders[slot]
+        except KeyError:
+            order = self._orders[slot] = self._rank(slot)
+        return map(self._instances.__getitem__, order)
+
+    def _rank(self, slot: int) -> array[int]:
+        """Each waits for a random time with the mean 1 / weight; the first to be done is first."""
+        at = slot * 4
+        times = [
+            math.log((_draw_at(draws, at)[0] + 0.5) / 2**32) * scale for draws, scale in self._terms
+        ]
+        return array("H", sorted(range(len(times)), key=times.__getitem__))
+
+
+_draw_at = struct.Struct("<I").unpack_from
+
+
+def _draws_of(url: str) -> bytes:
+    """A random number of four bytes for each slot, the same in every process."""
+    return hashlib.shake_128(url.encode()).digest(_SLOTS * 4)
+
+
+def _slot_of(key: str) -> int:
+    try:
+        number = int(key, 16)  # most keys are a digest in hex, which need not be hashed again
+    except ValueError:
+        # A caller's uuid may hold halves of surrogate pairs.
+        digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        number = int.from_bytes(digest, "little")
+    return number % _SLOTS
+
+
 def _without_strangers(
     state: dict[Instance, State], ready: tuple[Instance, ...]
 ) -> dict[Instance, State]:
@@ -130,6 +274,8 @@ SELECTORS: Mapping[str, Callable[[], Selector]] = {
     "round-robin": RoundRobin,
     "random": Random,
     "weighted": Weighted,
+    "least-busy": LeastBusy,
+    "affinity": Affinity,
 }
 
 
@@ -158,16 +304,25 @@ class Selection:
         return True
 
     def pick(
-        self, role: Role, key: str | None = None, *, avoid: Instance | None = None
+        self,
+        role: Role,
+        key: str | None = None,
+        *,
+        avoid: Collection[Instance] = (),
+        never: Collection[Instance] = (),
     ) -> Instance:
         """
-        An instance for the next call, not ``avoid`` if another is ready.
+        An instance for the next call, none of ``avoid`` if another is ready, none of ``never``.
 
         Raises NoInstance (503).
         """
         ready = self.ready(role)
-        if avoid is not None and len(ready) > 1:
-            ready = tuple(instance for instance in ready if instance is not avoid)
+        if never:
+            ready = tuple(instance for instance in ready if instance not in never)
+            if not ready:
+                raise NoInstance(f"no other {role} server is ready", stage=role)
+        if avoid:
+            ready = tuple(instance for instance in ready if instance not in avoid) or ready
         return self._selectors[role].pick(ready, key)
 
     def ready(self, role: Role) -> tuple[Instance, ...]:

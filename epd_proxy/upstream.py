@@ -8,25 +8,29 @@ client's own.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Self
+from typing import Protocol, Self
 
 import httpx
 
 from epd_proxy.config import Config, flag_name
-from epd_proxy.connection import Incoming
+from epd_proxy.connection import Limits
 from epd_proxy.errors import (
     ConfigError,
-    EngineRefusal,
+    EngineError,
+    Exhausted,
     RawHeaders,
+    Redo,
     RequestError,
+    Unreachable,
     UpstreamError,
     UpstreamTimeout,
 )
 from epd_proxy.payload import Buffer, size_of
 from epd_proxy.pool import ConnectionPool, Origin
-from epd_proxy.registry import Instance
+from epd_proxy.registry import Instance, Role
 
 CHAT_PATH = "/v1/chat/completions"
 
@@ -58,7 +62,8 @@ _NOT_FORWARDED = _HOP_BY_HOP | {
 }
 # 5xx that tell the caller more than our 502 would: unsupported, overloaded.
 _TELLING = frozenset({501, 503, 529})
-_REFUSAL_HEADERS = frozenset({b"content-type", b"retry-after", b"www-authenticate"})
+_ERROR_HEADERS = frozenset({b"retry-after", b"www-authenticate"})
+_LONGEST_ERROR = 64 << 10
 _ROUTING_PREFIXES = (b"x-data-parallel-", b"x-encoder-", b"x-prefiller-")
 
 
@@ -72,20 +77,36 @@ class Forwarded:
     """
     The caller's end-to-end headers, which every stage gets.
 
-    ``fields`` for any transport, ``block`` as they stand on the wire. Raises RequestError (400) if
+    ``fields`` for any transport, ``block`` as they stand on the wire; ``encodings`` is what the
+    caller accepts, which is decode's to know. Where the proxy checks keys,
+    the caller's stops here; ``--upstream-api-key`` takes its place. Raises RequestError (400) if
     one of them would end where another line begins, which some hosts let through.
     """
 
-    __slots__ = ("block", "fields")
+    __slots__ = ("block", "encodings", "fields")
 
-    def __init__(self, headers: RawHeaders) -> None:
-        self.fields = [
-            field
-            for field in _without(headers, _NOT_FORWARDED)
-            if not field[0].startswith(_ROUTING_PREFIXES)
-        ]
+    def __init__(self, headers: RawHeaders, config: Config) -> None:
+        dropped = _NOT_FORWARDED
+        if config.upstream_api_key or config.api_key or config.api_key_file:
+            dropped |= {b"authorization"}
+        if config.ec_consumer_dp_size > 1:
+            # The proxy chooses the replica.
+            dropped |= {b"x-data-parallel-rank"}
+        self.fields = _without(headers, dropped)
+        if not config.trust_transfer_params:
+            self.fields = [
+                field for field in self.fields if not field[0].startswith(_ROUTING_PREFIXES)
+            ]
+        if config.upstream_api_key:
+            bearer = f"Bearer {config.upstream_api_key}".encode()
+            self.fields.append((b"authorization", bearer))
         self.block = b"".join([b"%b: %b\r\n" % field for field in self.fields])
-        if self.block.count(b"\n") != len(self.fields) or b"\0" in self.block:
+        self.encodings = b""
+        lines, count = self.block, len(self.fields)
+        for name, value in headers:
+            if name == b"accept-encoding":
+                self.encodings, lines, count = value, lines + value + b"\r\n", count + 1
+        if not lines.count(b"\r") == lines.count(b"\n") == count or b"\0" in lines:
             raise RequestError("a header holds a line break")
 
 
@@ -115,6 +136,58 @@ class Buffers(httpx.AsyncByteStream):
             yield buffer  # type: ignore[misc]  # transports take any bytes-like object
 
 
+class Body(Protocol):
+    """An answer's body on its way; ``Incoming`` is one."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is no more to come than what ``take`` has."""
+        ...
+
+    def take(self) -> bytes:
+        """What has come and was not read yet; perhaps nothing."""
+        ...
+
+    async def more(self) -> None:
+        """Until something has come, or the end. May be cancelled without loss."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class Pulled:
+    """A ``Body`` out of what other transports give."""
+
+    def __init__(self, stream: httpx.AsyncByteStream) -> None:
+        self.is_complete = False
+        self._stream = stream
+        # Not `aiter_raw`, which refuses an answer that a mock has made out of bytes.
+        self._pieces = aiter(stream)
+        self._piece = b""
+        self._pending: asyncio.Future[bytes] | None = None
+
+    def take(self) -> bytes:
+        piece, self._piece = self._piece, b""
+        return piece
+
+    async def more(self) -> None:
+        if self._pending is None:
+            self._pending = asyncio.ensure_future(anext(self._pieces, b""))
+        try:
+            # A stream that is cancelled while it is asked has no more to say.
+            self._piece = await asyncio.shield(self._pending)
+        finally:
+            if self._pending.done():
+                self._pending = None
+        self.is_complete = not self._piece
+
+    async def aclose(self) -> None:
+        if self._pending is not None:
+            self._pending.cancel()
+            await asyncio.wait([self._pending])
+        await self._stream.aclose()
+
+
 class Answer:
     """
     An engine's answer whose head has arrived. An async context manager, which closes it.
@@ -123,35 +196,65 @@ class Answer:
     what stops the engine's work.
     """
 
-    __slots__ = ("_stream", "headers", "instance", "status")
+    __slots__ = ("_body", "headers", "instance", "status")
 
-    def __init__(
-        self,
-        instance: Instance,
-        status: int,
-        headers: RawHeaders,
-        stream: httpx.AsyncByteStream,
-    ) -> None:
+    def __init__(self, instance: Instance, status: int, headers: RawHeaders, body: Body) -> None:
         self.instance = instance
         self.status = status
         self.headers = headers
-        self._stream = stream
+        self._body = body
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether the body is compressed."""
+        return any(name == b"content-encoding" for name, _ in self.headers)
+
+    async def pull(self) -> bytes:
+        """What comes next of the body, as it comes; empty at the end. Raises UpstreamError."""
+        body = self._body
+        try:
+            while not (piece := body.take()) and not body.is_complete:
+                await body.more()
+        except httpx.HTTPError as exc:
+            raise _failure_of(self.instance, exc) from exc
+        return piece
 
     async def read(self) -> bytes:
         """The whole body, decompressed. Raises UpstreamError."""
-        pieces: list[bytes] = []
+        content = await self.raw()
+        return self._plain(content) if self.is_encoded else content
 
-        async def keep(piece: bytes, more: bool) -> None:
+    async def raw(self) -> bytes:
+        """The whole body as it comes. Raises UpstreamError."""
+        piece = await self.pull()
+        if self._body.is_complete:
+            return piece
+        pieces = [piece]
+        while piece := await self.pull():
             pieces.append(piece)
+        return b"".join(pieces)
 
-        await self.pass_to(keep)
-        content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        if any(name == b"content-encoding" for name, _ in self.headers):
-            try:
-                return httpx.Response(self.status, headers=self.headers, content=content).content
-            except httpx.DecodingError as exc:
-                raise _failure_of(self.instance, exc) from exc
-        return content
+    async def begin(self, limit: int) -> tuple[bytes, bool]:
+        """
+        The body if it has at most ``limit`` bytes, else its beginning, and whether it is whole.
+
+        Where it breaks off counts as its end.
+        """
+        content = b""
+        try:
+            while piece := await self.pull():
+                content += piece
+                if len(content) > limit:
+                    return content, False
+            return self._plain(content) if self.is_encoded else content, True
+        except UpstreamError:
+            return content, False
+
+    def _plain(self, content: bytes) -> bytes:
+        try:
+            return httpx.Response(self.status, headers=self.headers, content=content).content
+        except httpx.DecodingError as exc:
+            raise _failure_of(self.instance, exc) from exc
 
     async def pass_to(self, write: Callable[[bytes, bool], Awaitable[None]]) -> None:
         """
@@ -159,26 +262,15 @@ class Answer:
 
         The second argument says whether more follows.
         """
-        stream = self._stream
-        try:
-            if isinstance(stream, Incoming):
-                # Not as an iterator: with the last bytes it is known that they are the last.
-                while not stream.is_complete:
-                    if piece := stream.take():
-                        await write(piece, True)
-                    else:
-                        await stream.more()
-                await write(stream.take(), False)
-                return
-            # Not `aiter_raw`, which refuses an answer that a mock has made out of bytes.
-            async for chunk in stream:
-                await write(chunk, True)
-        except httpx.HTTPError as exc:
-            raise _failure_of(self.instance, exc) from exc
-        await write(b"", False)
+        more = True
+        while more:
+            piece = await self.pull()
+            # With the last bytes it is known that they are the last.
+            more = not self._body.is_complete
+            await write(piece, more)
 
     async def aclose(self) -> None:
-        await self._stream.aclose()
+        await self._body.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -189,17 +281,38 @@ class Answer:
 
 async def accepted(answer: Answer) -> bytes:
     """
-    The body of a 200.
+    The body of an encode or prefill server's 200.
 
-    Raises EngineRefusal for what the caller has to know, 4xx above all, and UpstreamError.
+    Raises EngineError for what the caller has to know, 4xx above all, and UpstreamError.
     """
-    content, instance = await answer.read(), answer.instance
     if answer.status == 200:
-        return content
-    if 400 <= answer.status < 500 or answer.status in _TELLING:
-        headers = [pair for pair in answer.headers if pair[0] in _REFUSAL_HEADERS]
-        raise EngineRefusal(instance.role, instance.url, answer.status, headers, content)
-    raise UpstreamError(instance.role, instance.url, f"answered with status {answer.status}")
+        return await answer.read()
+    raise await error_of(answer)
+
+
+async def error_of(answer: Answer) -> UpstreamError:
+    """
+    What an answer that is no success becomes.
+
+    Decode has the last word, so its errors are the caller's; of the other stages' those that say
+    more than our 502 would. Redirects are followed by nobody.
+    """
+    instance, status = answer.instance, answer.status
+    redo = redo_after(instance.role, status)
+    if status < 400 or (status >= 500 and instance.role != Role.DECODE and status not in _TELLING):
+        return UpstreamError(instance, f"answered with status {status}", redo=redo)
+    headers = [field for field in answer.headers if field[0] in _ERROR_HEADERS]
+    content, is_whole = await answer.begin(_LONGEST_ERROR)
+    return EngineError(instance, status, content, headers=headers, is_whole=is_whole, redo=redo)
+
+
+def redo_after(role: Role, status: int) -> Redo:
+    """4xx and what is meant for good never; 503, where others may have room, only elsewhere."""
+    if status == 503:
+        return Redo.ELSEWHERE
+    if status < 500 or status in _TELLING or (role == Role.DECODE and status != 500):
+        return Redo.NEVER
+    return Redo.ANYWHERE
 
 
 class Upstream:
@@ -208,9 +321,10 @@ class Upstream:
     def __init__(self, transport: httpx.AsyncBaseTransport, config: Config) -> None:
         self._transport = transport
         self._targets: dict[str, tuple[Origin, bytes]] = {}
-        self._timeouts = {
-            "connect": config.connect_timeout or None,
-            "pool": config.pool_timeout or None,
+        self._limits = {
+            Role.ENCODE: _limits(config, config.encode_timeout, config.encode_timeout),
+            Role.PREFILL: _limits(config, config.prefill_timeout, config.prefill_timeout),
+            Role.DECODE: _limits(config, config.first_byte_timeout, config.idle_timeout),
         }
 
     async def aclose(self) -> None:
@@ -244,7 +358,7 @@ class Upstream:
             size_of(body),
         )
         try:
-            incoming = await pool.send(origin, head, body, self._timeouts)
+            incoming = await pool.send(origin, head, body, self._limits[instance.role])
         except httpx.HTTPError as exc:
             raise _failure_of(instance, exc) from exc
         return Answer(instance, incoming.status, incoming.fields, incoming)
@@ -288,7 +402,7 @@ class Upstream:
             url,
             headers=[(b"host", host), *headers],
             stream=Buffers(body),
-            extensions={"timeout": self._timeouts},
+            extensions={"timeout": _timeouts(self._limits[instance.role])},
         )
         try:
             response = await self._transport.handle_async_request(request)
@@ -296,7 +410,23 @@ class Upstream:
             raise _failure_of(instance, exc) from exc
         assert isinstance(response.stream, httpx.AsyncByteStream)
         fields = [(name.lower(), value) for name, value in response.headers.raw]
-        return Answer(instance, response.status_code, fields, response.stream)
+        return Answer(instance, response.status_code, fields, Pulled(response.stream))
+
+
+def _limits(config: Config, head: float, idle: float) -> Limits:
+    return Limits(
+        connect=config.connect_timeout or None,
+        pool=config.pool_timeout or None,
+        head=head or None,
+        idle=idle or None,
+    )
+
+
+def _timeouts(limits: Limits) -> dict[str, float | None]:
+    """For transports that know one limit for head and body."""
+    reads = (limits.head, limits.idle)
+    read = None if None in reads else max(value for value in reads if value)
+    return {"connect": limits.connect, "pool": limits.pool, "write": None, "read": read}
 
 
 def check_address(instance: Instance) -> None:
@@ -315,12 +445,15 @@ def _address(url: str, path: str) -> tuple[httpx.URL, bytes]:
 
 def _failure_of(instance: Instance, exc: httpx.HTTPError) -> UpstreamError:
     """httpx's exception in our terms."""
-    kind, reason = UpstreamError, "broke the connection"
-    if isinstance(exc, httpx.ConnectError | httpx.ConnectTimeout):
-        reason = "could not be reached"
-    elif isinstance(exc, httpx.TimeoutException):
-        kind, reason = UpstreamTimeout, "did not answer in time"
-    elif isinstance(exc, httpx.DecodingError):
-        reason = "sent what cannot be read"
     cause = f"{type(exc).__name__} {exc}".strip()
-    return kind(instance.role, instance.url, reason, cause=cause)
+    if isinstance(exc, httpx.PoolTimeout):
+        return Exhausted(instance, "has no connection free", cause=cause)
+    if isinstance(exc, httpx.ConnectError | httpx.ConnectTimeout):
+        return Unreachable(instance, "could not be reached", cause=cause)
+    if isinstance(exc, httpx.TimeoutException):
+        # A slow decode server may be at work still, and others would be no quicker.
+        redo = Redo.NEVER if instance.role == Role.DECODE else Redo.ANYWHERE
+        return UpstreamTimeout(instance, "did not answer in time", cause=cause, redo=redo)
+    if isinstance(exc, httpx.DecodingError):
+        return UpstreamError(instance, "sent what cannot be read", cause=cause)
+    return UpstreamError(instance, "broke the connection", cause=cause, redo=Redo.ANYWHERE)

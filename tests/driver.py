@@ -43,7 +43,7 @@ class Reply:
 
     @property
     def is_whole(self) -> bool:
-        return not self.messages[-1].get("more_body", False)
+        return not self.messages[-1].get("more_body", len(self.messages) == 1)
 
     def json(self) -> Any:
         return json.loads(self.body)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from epd_proxy import Config
 from epd_proxy.chat import Chat
 from epd_proxy.errors import RequestError
 from epd_proxy.media import Place
@@ -17,8 +18,12 @@ TENSOR = "UEsDBAoAAAAAAA=="
 GRID = {"k": {"modality": "image", "item_indices": [0], "metadata": {"image_grid_thw": [1, 4, 4]}}}
 
 
-def chat_of(*parts: Any, trust_embeds: bool = False, **fields: Any) -> Chat:
-    return Chat(json.dumps(ask(*parts, **fields)).encode(), trust_embeds=trust_embeds)
+CONFIG = Config(decode="http://d")
+TRUSTING = Config(decode="http://d", trust_embeds=True, trust_transfer_params=True)
+
+
+def chat_of(*parts: Any, config: Config = CONFIG, **fields: Any) -> Chat:
+    return Chat(json.dumps(ask(*parts, **fields)).encode(), config)
 
 
 def body_of(found: Chat) -> Any:
@@ -28,7 +33,7 @@ def body_of(found: Chat) -> Any:
 def test_a_body_in_which_nothing_changes_is_the_bytes_that_came() -> None:
     body = b'{ "messages" : [ ] , "kv_transfer_params" : null , "vllm_xargs" : { "x" : 1 } }'
 
-    (sent,) = Chat(body).body({"ec_transfer_params": ABSENT})
+    (sent,) = Chat(body, CONFIG).body({"ec_transfer_params": ABSENT})
 
     assert sent is body
 
@@ -42,7 +47,7 @@ def test_transfer_params_of_callers_are_dropped(name: str, value: Any) -> None:
 def test_transfer_params_are_dropped_however_their_name_is_spelled() -> None:
     body = b'{"messages":[],"\\u006bv_transfer_params":{},"ec\\u005ftransfer_params":{}}'
 
-    assert body_of(Chat(body)) == {"messages": []}
+    assert body_of(Chat(body, CONFIG)) == {"messages": []}
 
 
 def test_transfer_params_are_dropped_from_vllm_xargs_where_the_rest_keeps_its_bytes() -> None:
@@ -51,7 +56,7 @@ def test_transfer_params_are_dropped_from_vllm_xargs_where_the_rest_keeps_its_by
         b'"ec_transfer_params":{"h":{}},"b":"\\u0061"}}'
     )
 
-    sent = b"".join(Chat(body).body({}))
+    sent = b"".join(Chat(body, CONFIG).body({}))
 
     assert sent == b'{"messages":[],"vllm_xargs":{"a":1.0,"b":"\\u0061"}}'
 
@@ -61,8 +66,18 @@ def test_odd_vllm_xargs_are_passed_on(value: Any) -> None:
     assert body_of(chat_of("hi", vllm_xargs=value)) == ask("hi", vllm_xargs=value)
 
 
-def test_the_proxys_own_transfer_params_replace_the_callers() -> None:
-    found = chat_of("hi", kv_transfer_params={"remote_host": "10.6.6.6"})
+def test_transfer_params_of_trusted_callers_reach_decode() -> None:
+    fields = {"kv_transfer_params": {"x": 1}, "vllm_xargs": {"ec_transfer_params": {"h": {}}}}
+    body = json.dumps(ask("hi", **fields), indent=1).encode()
+
+    (sent,) = Chat(body, TRUSTING).body({})
+
+    assert sent is body
+
+
+@pytest.mark.parametrize("config", [CONFIG, TRUSTING])
+def test_the_proxys_own_transfer_params_replace_the_callers(config: Config) -> None:
+    found = chat_of("hi", config=config, kv_transfer_params={"remote_host": "10.6.6.6"})
 
     sent = json.loads(b"".join(found.body({"kv_transfer_params": {"ours": 1}})))
 
@@ -72,7 +87,7 @@ def test_the_proxys_own_transfer_params_replace_the_callers() -> None:
 def test_parts_and_fields_change_together_and_the_rest_keeps_its_bytes() -> None:
     body = b'{"seed":1e5,"messages":[{"role":"user","content":[{"image_url":"x"},"\\u0061"]}]}'
 
-    found = Chat(body)
+    found = Chat(body, CONFIG)
     sent = b"".join(found.body({**found.with_parts({Place(0, 0): {"type": "y"}}), "n": 1}))
 
     assert sent == (
@@ -137,7 +152,7 @@ async def test_trusted_embeds_reach_decode_untouched_and_keep_their_modality_raw
 def test_trusted_embeds_are_known_by_their_modalities(
     part: dict[str, Any], modalities: set[str]
 ) -> None:
-    found = chat_of(part, image(), trust_embeds=True)
+    found = chat_of(part, image(), config=TRUSTING)
 
     assert found.embedded == modalities
     assert [part.kind for part in found.media] == ["image_url"]

@@ -70,7 +70,9 @@ def test_the_short_flags_repeat_and_take_lists_and_weights(served: Served) -> No
     assert urls(served.config.prefill) == ["http://p"]
 
 
-def test_every_field_of_the_config_is_a_flag(served: Served) -> None:
+def test_every_field_of_the_config_is_a_flag(served: Served, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("k")
     values = {
         "encode": "http://e",
         "prefill": "none",
@@ -79,7 +81,6 @@ def test_every_field_of_the_config_is_a_flag(served: Served) -> None:
         "prefill_selector": "random",
         "decode_selector": "random",
         "encoder_batch_size": "4",
-        "decode_retries": "2",
         "connect_timeout": "0.5",
         "keep_alive": "1.5",
         "max_connections": "7",
@@ -92,6 +93,27 @@ def test_every_field_of_the_config_is_a_flag(served: Served) -> None:
         "ec_consumer_dp_size": "2",
         "kv_connector": "shared",
         "kv_remote_host_from_url": None,
+        "decode_retries": "2",
+        "encode_retries": "3",
+        "encode_fallback": "none",
+        "stream_guard": "2.5",
+        "api_key": "a,b",
+        "api_key_file": str(keys),
+        "upstream_api_key": "up",
+        "media_ids": "tenant",
+        "media_ids_secret": "hush",
+        "allowed_media_schemes": "https,data",
+        "allowed_media_hosts": "Media.example.",
+        "trust_transfer_params": None,
+        "expose_topology": None,
+        "encode_timeout": "90",
+        "prefill_timeout": "60.5",
+        "first_byte_timeout": "30",
+        "idle_timeout": "20",
+        "body_timeout": "10",
+        "max_concurrency": "8",
+        "max_queue": "9",
+        "queue_timeout": "3",
         "admin_api_key": "secret",
         "profile_api_key": "bearer",
         "no_rewrite": None,
@@ -114,6 +136,27 @@ def test_every_field_of_the_config_is_a_flag(served: Served) -> None:
     assert config.ec_consumer_zmq_addrs == ("tcp://a:1", "tcp://b:1")
     assert (config.ec_consumer_dp_size, config.encode_max_tokens) == (2, 1)
     assert (config.admin_api_key, config.profile_api_key) == ("secret", "bearer")
+    assert (config.encode_retries, config.encode_fallback, config.stream_guard) == (3, "none", 2.5)
+    assert (config.api_key, config.api_key_file) == (("a,b",), str(keys))
+    assert config.upstream_api_key == "up"
+    assert (config.media_ids, config.media_ids_secret) == ("tenant", "hush")
+    assert config.allowed_media_schemes == ("https", "data")
+    assert config.allowed_media_hosts == ("media.example",)
+    assert config.trust_transfer_params
+    assert config.expose_topology
+    assert (config.encode_timeout, config.prefill_timeout) == (90, 60.5)
+    assert (config.first_byte_timeout, config.idle_timeout, config.body_timeout) == (30, 20, 10)
+    assert (config.max_concurrency, config.max_queue, config.queue_timeout) == (8, 9, 3)
+
+
+def test_keys_of_callers_repeat_and_may_hold_commas(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["serve", *DECODE, "--api-key", "a,b", "--api-key", "c"]) == 0
+    assert list(served.config.api_key) == ["a,b", "c"]
+    monkeypatch.setenv("EPD_PROXY_API_KEY", "d,e")
+    assert cli.main(["serve", *DECODE]) == 0
+    assert list(served.config.api_key) == ["d,e"]
 
 
 def test_by_default_it_listens_on_loopback_and_says_nothing_of_its_own(served: Served) -> None:
@@ -249,6 +292,18 @@ def test_none_on_the_line_wins_over_the_file(served: Served, file: str) -> None:
         ("serve --decode http://d --decode-selector best", "--decode-selector"),
         ("serve --decode http://d --port 70000", "--port"),
         ("serve --decode http://d --log-level loud", "--log-level"),
+        ("serve --decode http://d --media-ids theirs", "--media-ids"),
+        ("serve --decode http://d --media-ids tenant --api-key k", "--media-ids-secret"),
+        ("serve --decode http://d --media-ids tenant --media-ids-secret s", "--api-key"),
+        ("serve --decode http://d --api-key-file /nowhere", "--api-key-file"),
+        ("serve --decode http://d --encode-fallback perhaps", "--encode-fallback"),
+        (
+            "serve --decode http://d --encode http://e --encode-fallback raw"
+            " --ec-consumer-zmq-addrs tcp://d",
+            "--encode-fallback",
+        ),
+        ("serve --decode http://d --idle-timeout -1", "--idle-timeout"),
+        ("serve --decode http://d --max-queue x", "--max-queue"),
         ("serve --decode http://d --nonsense", "--nonsense"),
         ("serve --config /nowhere.toml", "--config"),
         ("simulate --role boss", "--role"),

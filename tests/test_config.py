@@ -124,6 +124,20 @@ def test_a_size_is_bytes_or_text_with_a_unit(given: Any, size: int) -> None:
         ("ec_consumer_dp_size", 0, "--ec-consumer-dp-size"),
         ("encode_max_tokens", -1, "--encode-max-tokens"),
         ("encode_selector", 5, "--encode-selector"),
+        ("encode_retries", -1, "--encode-retries"),
+        ("encode_fallback", "text", "--encode-fallback"),
+        ("stream_guard", -1, "--stream-guard"),
+        ("media_ids", "uuid", "--media-ids"),
+        ("api_key", 5, "--api-key"),
+        ("encode_timeout", -1, "--encode-timeout"),
+        ("prefill_timeout", "long", "--prefill-timeout"),
+        ("first_byte_timeout", -1, "--first-byte-timeout"),
+        ("idle_timeout", -1, "--idle-timeout"),
+        ("body_timeout", -1, "--body-timeout"),
+        ("max_concurrency", -1, "--max-concurrency"),
+        ("max_queue", 0.5, "--max-queue"),
+        ("queue_timeout", -1, "--queue-timeout"),
+        ("allowed_media_hosts", 5, "--allowed-media-hosts"),
     ],
 )
 def test_a_wrong_value_is_refused_under_its_flags_name(field: str, value: Any, option: str) -> None:
@@ -201,3 +215,66 @@ def test_a_wrong_count_or_a_prefill_role_beside_push_addresses_stops_the_start(
     with pytest.raises(ConfigError, match=reason) as caught:
         Config(**{"decode": D, "ec_consumer_zmq_addrs": ("tcp://a:1",), **more})
     assert caught.value.option == "--ec-consumer-zmq-addrs"
+
+
+def test_the_defaults_are_those_that_were_promised() -> None:
+    config = Config(decode=D)
+    assert (config.connect_timeout, config.encode_timeout, config.prefill_timeout) == (5, 900, 600)
+    assert (config.first_byte_timeout, config.idle_timeout, config.body_timeout) == (0, 600, 60)
+    assert (config.max_concurrency, config.max_queue, config.queue_timeout) == (0, 0, 30)
+    assert (config.encode_retries, config.decode_retries, config.stream_guard) == (1, 1, 5)
+    assert (config.encode_fallback, config.media_ids) == ("none", "caller")
+    assert config.max_body_size == 256 << 20
+    assert config.api_key == config.allowed_media_schemes == config.allowed_media_hosts == ()
+    trusts = (config.trust_transfer_params, config.trust_embeds, config.expose_topology)
+    assert trusts == (False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("", ()), (None, ()), ("a,b c", ("a,b c",)), (["a", "b"], ("a", "b")), ((), ())],
+)
+def test_keys_are_kept_as_they_are(given: Any, kept: tuple[str, ...]) -> None:
+    assert Config(decode=D, api_key=given).api_key == kept
+
+
+def test_schemes_and_hosts_are_kept_in_one_spelling() -> None:
+    given: dict[str, Any] = {
+        "allowed_media_schemes": "HTTPS://, data:,",
+        "allowed_media_hosts": ["A.Example.,[::1]", "2001:DB8::", "[fd00::]"],
+    }
+    config = Config(decode=D, **given)
+    assert config.allowed_media_schemes == ("https", "data")
+    assert config.allowed_media_hosts == ("a.example", "::1", "2001:db8::", "fd00::")
+
+
+@pytest.mark.parametrize(
+    ("more", "option"),
+    [
+        ({}, "--media-ids-secret"),
+        ({"api_key": "k"}, "--media-ids-secret"),
+        ({"media_ids_secret": "s"}, "--api-key"),
+    ],
+)
+def test_tenants_need_a_secret_and_keys(more: dict[str, Any], option: str) -> None:
+    with pytest.raises(ConfigError, match="needed for --media-ids tenant") as caught:
+        Config(decode=D, media_ids="tenant", **more)
+    assert caught.value.option == option
+
+
+@pytest.mark.parametrize("keys", [{"api_key": "k"}, {"api_key_file": "f"}])
+def test_tenants_are_known_by_keys_from_anywhere(keys: dict[str, Any]) -> None:
+    assert Config(decode=D, media_ids="tenant", media_ids_secret="s", **keys).media_ids == "tenant"
+
+
+def test_a_fallback_beside_push_addresses_stops_the_start() -> None:
+    with pytest.raises(ConfigError, match="push addresses") as caught:
+        Config(decode=D, ec_consumer_zmq_addrs=("tcp://d",), encode_fallback="raw")
+    assert caught.value.option == "--encode-fallback"
+
+
+@pytest.mark.parametrize("key", ["a\nb", "a\r", "a\0b"])
+def test_a_key_for_engines_that_no_header_can_hold_stops_the_start(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EPDProxy(config=Config(decode=D, upstream_api_key=key))
+    assert caught.value.option == "--upstream-api-key"

@@ -163,7 +163,7 @@ async def test_the_first_failed_call_fails_the_request_and_ends_the_others(statu
 
     for engine, effect in zip(backends.encode, (hang, fail, hang), strict=True):
         engine.route.mock(side_effect=effect)
-    proxy = backends.proxy()
+    proxy = backends.proxy(encode_retries=0)
     reply = await chat(proxy, ask(*pictures(3)))
     assert reply.status == (502 if status == 500 else status)
     assert sorted(cancelled) == ["e0", "e2"]

@@ -1,17 +1,30 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import threading
+import time
 from typing import Any
 
 import pytest
 
+from epd_proxy import Config
 from epd_proxy import media as module
 from epd_proxy.errors import RequestError
-from epd_proxy.media import Item, Messages, Part, Place, find_parts, items_of
+from epd_proxy.media import (
+    Item,
+    Messages,
+    Naming,
+    Part,
+    Place,
+    check_sources,
+    find_parts,
+    items_of,
+)
 from epd_proxy.payload import Payload, to_json
-from tests.backends import ask, image
+from tests.backends import Backends, ask, image
+from tests.driver import chat
 
 PNG = "data:image/png;base64,iVBORw0KGgo="
 WAV = {"data": "UklGRjQAAABXQVZF", "format": "wav"}
@@ -272,18 +285,25 @@ def test_a_uuid_that_could_leave_a_directory_or_holds_control_characters_is_a_40
 async def test_an_unsafe_uuid_is_seen_through_escapes_and_cuts() -> None:
     with pytest.raises(RequestError, match="uuid"):
         await item_of(rb'{"image_url":null,"uuid":"\u002e\u002e/x"}')
-    long = b'{"image_url":null,"uuid":"/;base64,%b"}' % (b"A" * 2048)
-    with pytest.raises(RequestError, match="uuid"):
+    long = b'{"image_url":null,"uuid":"/;base64,%b"}' % (b"A" * 2030)
+    with pytest.raises(RequestError, match="uuid may become a path"):
         await item_of(long)
 
 
-async def test_a_long_uuid_with_base64_in_it_is_the_key_as_the_caller_wrote_it() -> None:
-    uuid = "data:image/png;base64," + "A" * 2048
-    payload, (item,) = await items_in(body_of({"image_url": None, "uuid": uuid}))
+@pytest.mark.parametrize("letter", ["A", "é", "🌍"])
+async def test_a_uuid_may_have_2048_characters_and_no_more(letter: str) -> None:
+    assert await key_of({"image_url": None, "uuid": letter * 2048}) == letter * 2048
+    with pytest.raises(RequestError, match="more than 2048 characters") as caught:
+        await key_of({"image_url": None, "uuid": letter * 2049})
+    assert (caught.value.status, caught.value.param) == (400, "messages[0].content[0].uuid")
 
-    assert item.key == uuid
-    sent = b"".join(payload.expand(to_json(item.for_encode())))
-    assert json.loads(sent)["uuid"] == uuid
+
+async def test_a_long_uuid_is_seen_through_cuts() -> None:
+    uuid = "data:image/png;base64," + "A" * 8192
+    payload = Payload(body_of({"image_url": None, "uuid": uuid}))
+    assert len(payload.skeleton) < 200
+    with pytest.raises(RequestError, match="more than 2048 characters"):
+        find_parts(payload)
 
 
 @pytest.mark.parametrize(
@@ -430,3 +450,318 @@ def test_parts_are_replaced_and_all_the_rest_of_the_messages_keeps_its_bytes() -
         b'{"content":[{"type":"text" , "text":"\\u0061"},{"new":1},"s"],"role":"user"},'
         b'{"role":"user","content":[7,2]}]'
     )
+
+
+# Whose name an item has
+
+TENANT = {"media_ids": "tenant", "media_ids_secret": "s", "api_key": ["a", "b"]}
+
+
+async def named(part: Any, owner: str | None = None, **options: Any) -> Item:
+    payload = Payload(body_of(part))
+    naming = Naming.of(Config(decode="http://d", **options))
+    (item,) = await items_of(payload, Messages(payload), find_parts(payload), naming, owner)
+    return item
+
+
+PARTS: list[dict[str, Any]] = [
+    image(PNG),
+    {"type": "image_url", "image_url": PNG},
+    {"image_url": PNG, "x": [1]},
+    {"type": "input_audio", "input_audio": WAV},
+    {"type": "video_url", "video_url": {"url": "data:;base64," + "A" * 9000}},
+]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("uuid", ["mine", "", None, 7])
+async def test_named_by_content_the_callers_uuid_plays_no_part(
+    part: dict[str, Any], uuid: Any
+) -> None:
+    plain = await named(part)
+    found = await named({**part, "uuid": uuid}, media_ids="content")
+    assert found.key == found.uuid == plain.key
+    assert as_json(found.pinned()) == as_json(plain.pinned())
+    assert as_json(found.for_encode()) == as_json(plain.for_encode())
+
+
+@pytest.mark.parametrize("part", PARTS)
+async def test_named_for_a_tenant_the_name_is_an_hmac_of_content_and_owner(
+    part: dict[str, Any],
+) -> None:
+    digest = (await named(part)).key
+    for uuid in ({}, {"uuid": "mine"}):
+        found = await named({**part, **uuid}, "a", **TENANT)
+        expected = hmac.new(b"s", f"{digest}a".encode(), "sha256").hexdigest()
+        assert found.key == found.uuid == expected
+
+
+async def test_tenants_have_names_of_their_own_that_depend_on_the_secret() -> None:
+    part = image(PNG)
+    keys = [
+        (await named(part, "a", **TENANT)).key,
+        (await named(part, "b", **TENANT)).key,
+        (await named(part, "a", **{**TENANT, "media_ids_secret": "t"})).key,
+        (await named(image("http://other"), "a", **TENANT)).key,
+        (await named(part)).key,
+    ]
+    assert len(set(keys)) == 5
+    assert (await named(part, "a\udcff", **TENANT)).key not in keys
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": None, "uuid": "k"},
+        {"type": "image_url", "image_url": {"url": ""}, "uuid": "k"},
+        {"type": "image_url", "image_url": {"url": 7}, "uuid": "k"},
+        {"input_audio": {"data": None}, "uuid": "k"},
+    ],
+)
+@pytest.mark.parametrize("options", [{"media_ids": "content"}, TENANT])
+@pytest.mark.parametrize("encoders", [0, 1])
+async def test_where_uuids_do_not_count_a_uuid_alone_is_a_400_that_names_the_part(
+    part: dict[str, Any], options: dict[str, Any], encoders: int
+) -> None:
+    backends = Backends(encode=encoders)
+    headers = {"authorization": "Bearer a"}
+    reply = await chat(backends.proxy(**options), ask("look:", part), headers)
+    assert (reply.status, reply.error["param"]) == (400, "messages[0].content[1]")
+    assert "does not stand for media" in reply.error["message"]
+    assert backends.decode[0].requests == []
+
+
+@pytest.mark.parametrize("uuid", ["/etc", "a/../b", "a\n", "x" * 2049])
+async def test_a_uuid_that_is_not_used_must_be_harmless_all_the_same(uuid: str) -> None:
+    reply = await chat(Backends().proxy(media_ids="content"), ask(image(PNG, uuid=uuid)))
+    assert (reply.status, reply.error["param"]) == (400, "messages[0].content[0].uuid")
+
+
+@pytest.mark.parametrize("counts", [{"encode": 0}, {"encode": 0, "prefill": 1}, {"encode": 1}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"no_rewrite": True}, {"kv_connector": "shared"}, {"use_beam_search": True}]
+)
+async def test_no_engine_ever_sees_a_uuid_that_does_not_count(
+    counts: dict[str, int], fields: dict[str, Any]
+) -> None:
+    backends = Backends(**counts)
+    options = {name: value for name, value in fields.items() if name != "use_beam_search"}
+    proxy = backends.proxy(media_ids="content", **options)
+    beam = "use_beam_search" in fields
+    await chat(proxy, ask(image(PNG, uuid="theirs"), use_beam_search=beam))
+    every = [*backends.encode, *backends.prefill, *backends.decode]
+    raw = [body for engine in every for body in engine.raw]
+    assert raw
+    assert not any(b"theirs" in body for body in raw)
+    assert [sha256(PNG).encode() in body for body in backends.decode[0].raw] == [True]
+
+
+async def test_named_by_callers_and_without_encoders_media_stays_as_it_came() -> None:
+    backends = Backends(encode=0)
+    body = json.dumps(ask(image(PNG, uuid="theirs")), indent=1).encode()
+    await chat(backends.proxy(), body)
+    assert backends.decode[0].raw == [body]
+
+
+# Where media may come from
+
+
+def fault_of(url: Any, **options: Any) -> RequestError | None:
+    payload = Payload(body_of({"type": "image_url", "image_url": {"url": url}}))
+    try:
+        check_sources(payload, find_parts(payload), Config(decode="http://d", **options))
+    except RequestError as exc:
+        return exc
+    return None
+
+
+def is_allowed(url: Any, **options: Any) -> bool:
+    fault = fault_of(url, **options)
+    assert fault is None or (fault.status, fault.param) == (400, "messages[0].content[0]")
+    return fault is None
+
+
+HOSTS = ["good.example", "::1", "[fd00::]", "10.0.0.1", "Other.Example."]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://good.example/a.png",
+        "HTTPS://GOOD.Example:8443/x?y=z#w",
+        "http://good.example",
+        "http://good.example.:80/",
+        "http://good.example?x=@evil",
+        "http://good.example#@evil",
+        "http://good.example/@evil/:80//x",
+        "http://other.example/",
+        "http://[::1]:8000/x",
+        "http://[fd00::]/",
+        "http://10.0.0.1:1/",
+        "s3://good.example/x",
+        "data:image/png;base64,AAAA",
+        "DATA:,http://evil",
+        "http://good.example/é?ü",
+        "http://good.example/;base64," + "A" * 9000,
+        "data:;base64," + "A" * 9000,
+    ],
+)
+def test_media_may_come_from_the_hosts_that_are_allowed(url: str) -> None:
+    assert is_allowed(url, allowed_media_hosts=HOSTS)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://evil/",
+        "http://good.example.evil/",
+        "http://evilgood.example/",
+        "http://good.example@evil/",
+        "http://good.example:80@evil/",
+        "http://good.example%40evil/",
+        "http://user@good.example/",
+        "http://user:pw@good.example/",
+        "http://evil\\@good.example/",
+        "http://good.example\\@evil/",
+        "http://good.example\\.evil/",
+        "http:\\\\evil/good.example",
+        "http://evil\t.good.example/",
+        "http://good.example\t/",
+        "ht\ntp://good.example/",
+        "http://good.example\r\n.evil/",
+        "http://good.example /",
+        " http://good.example/",
+        "\x01http://good.example/",
+        "http://good.example/ x",
+        "http://good.example\x00.evil/",
+        "http://good.example\x7f/",
+        "http://good.example\u3000/",
+        "http://good.example\u00a0.evil/",
+        "http://g\u200bood.example/",
+        "http://ｇood.example/",
+        "http://good\u3002example/",
+        "http://good.example\uff0fevil/",
+        "http://good.example\u2044evil/",
+        "http://g%6Fod.example/",
+        "http:good.example/",
+        "http:/good.example/",
+        "http:///good.example/",
+        "http:////good.example/",
+        "//good.example/x",
+        "good.example/x",
+        "/good.example",
+        "http://",
+        "http://:80/",
+        "http://?good.example",
+        "file:///etc/passwd",
+        "file:/etc/passwd",
+        "1http://good.example/",
+        "http://[::1",
+        "http://[::2]/",
+        "http://evil[::1]/",
+        "http://[::1]evil/",
+        "http://[::1].good.example/",
+        "http://[good.example]/",
+        "http://[::1%25eth0]/",
+        "http://good.example:80:90/",
+        "http://good.example:evil/",
+        "http://10.0.0.1.evil/",
+        "http://0x0a000001/",
+        "http://167772161/",
+        "http://10.1/",
+        "javascript:good.example",
+        "http://evil/;base64," + "A" * 9000,
+        ";base64," + "A" * 9000,
+        "http://" + "A" * 9000,
+    ],
+)
+def test_what_may_mean_another_host_to_another_parser_is_refused(url: str) -> None:
+    assert not is_allowed(url, allowed_media_hosts=HOSTS)
+    assert is_allowed(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "allowed"),
+    [
+        ("https://x/y", True),
+        ("HTTPS://x", True),
+        ("hTTps://x", True),
+        ("data:,x", True),
+        ("DATA:image/png;base64,AAAA", True),
+        ("data:;base64," + "A" * 9000, True),
+        ("http://x", False),
+        ("file:///etc/passwd", False),
+        ("ftp://x", False),
+        ("httpsx://x", False),
+        (" https://x", False),
+        ("\thttps://x", False),
+        ("https\n://x", False),
+        ("://x", False),
+        (":https://x", False),
+        ("x" * 100 + "https:", False),
+        ("x;base64," + "A" * 9000, False),
+    ],
+)
+def test_media_may_come_by_the_schemes_that_are_allowed(url: str, allowed: bool) -> None:
+    assert is_allowed(url, allowed_media_schemes="HTTPS://, data:") is allowed
+
+
+def test_both_scheme_and_host_must_be_allowed() -> None:
+    both = {"allowed_media_schemes": "https,data", "allowed_media_hosts": "good.example"}
+    assert is_allowed("https://good.example/", **both)
+    assert is_allowed("data:,x", **both)
+    assert not is_allowed("http://good.example/", **both)
+    assert not is_allowed("https://evil/", **both)
+    assert not is_allowed("data:,x", allowed_media_schemes="https", allowed_media_hosts="h")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "http://evil/"}},
+        {"type": "image_url", "image_url": "http://evil/"},
+        {"image_url": "http://evil/"},
+        {"type": "input_image", "image_url": "http://evil/"},
+        {"type": "video_url", "video_url": {"url": "http://evil/"}},
+        {"audio_url": {"url": "http://evil/"}},
+        {"type": "image_url", "image_url": {"url": "http://evil/"}, "uuid": "k"},
+        {"type": "text", "text": "x", "image_url": {"url": "http://evil/"}, "uuid": "k"},
+    ],
+)
+@pytest.mark.parametrize("encoders", [0, 1])
+@pytest.mark.parametrize("beam", [False, True])
+async def test_a_source_that_is_not_allowed_is_a_400_that_names_the_part(
+    part: dict[str, Any], encoders: int, beam: bool
+) -> None:
+    backends = Backends(encode=encoders)
+    proxy = backends.proxy(allowed_media_hosts=["good.example"])
+    body = ask(image("http://good.example/x"), part, use_beam_search=beam)
+    reply = await chat(proxy, body)
+    assert (reply.status, reply.error["param"]) == (400, "messages[0].content[1]")
+    assert reply.error["message"].startswith("messages[0].content[1]: ")
+    assert all(engine.requests == [] for engine in (*backends.encode, *backends.decode))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": None, "uuid": "k"},
+        {"type": "image_url", "image_url": {"url": ""}, "uuid": "k"},
+        {"type": "image_url", "image_url": {"url": 7}, "uuid": "k"},
+        {"type": "input_audio", "input_audio": WAV},
+        {"type": "text", "text": "http://evil/"},
+    ],
+)
+def test_what_names_no_source_is_allowed_everywhere(part: dict[str, Any]) -> None:
+    payload = Payload(body_of(part))
+    config = Config(
+        decode="http://d", allowed_media_hosts=("good.example",), allowed_media_schemes=("https",)
+    )
+    check_sources(payload, find_parts(payload), config)
+
+
+def test_the_host_of_a_very_long_url_takes_no_time_to_tell() -> None:
+    began = time.process_time()
+    for url in ("http://" + "." * 500_000 + " ", "http://good.example/" + "/?" * 250_000 + "\\"):
+        assert not is_allowed(url, allowed_media_hosts="good.example")
+    assert time.process_time() - began < 2

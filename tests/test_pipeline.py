@@ -4,6 +4,7 @@ Prefill, decode, and what they are told of each other.
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from typing import Any
@@ -157,15 +158,75 @@ async def test_decodes_answer_is_passed_on_as_it_is(prefill: int, stream: bool) 
     assert reply.is_whole
 
 
-@pytest.mark.parametrize("status", [400, 404, 429, 501, 503, 504])
-async def test_decodes_other_failures_are_passed_on_and_not_repeated(status: int) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 501, 502, 503, 504, 529])
+async def test_decodes_other_failures_are_passed_on_and_not_repeated(
+    status: int, stream: bool
+) -> None:
     backends = epd()
-    refusal = httpx.Response(status, content=b"\xffno", headers={"retry-after": "3"})
-    backends.decode[0].answers(refusal)
-    reply = await chat(backends.proxy(decode_retries=5), ask(image()))
-    assert (reply.status, reply.body) == (status, b"\xffno")
+    content = b'{"error" : {"message":"no"} }'
+    headers = {"retry-after": "3", "x-secret": "1", "content-type": "text/plain"}
+    backends.decode[0].answers(httpx.Response(status, content=content, headers=headers))
+    reply = await chat(backends.proxy(decode_retries=5), ask(image(), stream=stream))
+    assert (reply.status, reply.body) == (status, content)
     assert reply.header("retry-after") == "3"
+    assert reply.header("content-type") == "application/json"
+    assert reply.header("x-secret") is None
     assert len(backends.decode[0].requests) == 1
+
+
+@pytest.mark.parametrize("role", ["encode", "prefill", "decode"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"<h1>no</h1>", "<h1>no</h1>"),
+        (b'{"detail":"Not Found"}', "Not Found"),
+        (b"", "the {} server answered with status 429"),
+        (b'{"error":"%b"}' % (b"x" * (64 << 10)), '{{"error":"' + "x" * 2038),
+    ],
+    ids=["html", "detail", "empty", "over 64 KiB"],
+)
+async def test_an_error_in_another_shape_is_brought_into_ours(
+    role: str, stream: bool, content: bytes, message: str
+) -> None:
+    backends = epd()
+    (engine,) = getattr(backends, role)
+    headers = {"retry-after": "3", "content-type": "text/html", "content-length": str(len(content))}
+    engine.answers(httpx.Response(429, content=content, headers=headers))
+    reply = await chat(backends.proxy(), ask(image(), stream=stream), {"x-request-id": "r1"})
+    assert reply.status == 429
+    assert reply.error["message"] == message.format(role)
+    assert (reply.error["code"], reply.error["stage"]) == (429, role)
+    assert reply.error["request_id"] == "r1"
+    assert reply.header("content-type") == "application/json"
+    assert reply.header("retry-after") == "3"
+    assert reply.header("content-length") == str(len(reply.body))
+    assert len(engine.requests) == 1
+
+
+async def test_an_error_that_breaks_off_is_told_as_far_as_it_came() -> None:
+    backends = epd()
+
+    async def broken() -> Any:
+        yield b'{"error":{"message":"no"'
+        raise httpx.ReadError("reset")
+
+    backends.decode[0].answers(httpx.Response(400, content=broken()))
+    reply = await chat(backends.proxy(), ask(TEXT))
+    assert (reply.status, reply.error["message"]) == (400, '{"error":{"message":"no"')
+
+
+async def test_a_compressed_error_is_read() -> None:
+    async def body() -> Any:
+        yield gzip.compress(b'{"error":{"message":"no"}}')
+
+    backends = epd()
+    headers = {"content-encoding": "gzip"}
+    backends.decode[0].answers(httpx.Response(400, headers=headers, content=body()))
+    reply = await chat(backends.proxy(), ask(TEXT))
+    assert (reply.status, reply.body) == (400, b'{"error":{"message":"no"}}')
+    assert reply.header("content-encoding") is None
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -197,8 +258,9 @@ async def test_decodes_failures_are_told_in_the_log(caplog: Any) -> None:
     backends.decode[0].answers(decoded(500), decoded(503))
     await chat(backends.proxy(), ask(TEXT), {"x-request-id": "r1"})
     assert [record.getMessage() for record in caplog.records] == [
-        "request r1: 500 the decode server answered so, everything is done again (http://d0:8000)",
-        "request r1: 503 the decode server answered so, which is passed on (http://d0:8000)",
+        "request r1: the decode server answered with status 500 (http://d0:8000),"
+        " which is done again",
+        "request r1: 503 the decode server answered with status 503 (http://d0:8000)",
     ]
 
 
@@ -255,7 +317,7 @@ async def test_a_callers_own_references_are_not_sent_on_without_a_handle() -> No
         (httpx.ReadError("reset"), 502, "broke the connection"),
         (httpx.RemoteProtocolError("closed"), 502, "broke the connection"),
         (httpx.ReadTimeout("late"), 504, "did not answer in time"),
-        (httpx.PoolTimeout("full"), 504, "did not answer in time"),
+        (httpx.PoolTimeout("full"), 503, "has no connection free"),
     ],
 )
 async def test_an_engine_that_cannot_be_had_is_an_honest_error_of_its_stage(
@@ -269,6 +331,7 @@ async def test_an_engine_that_cannot_be_had_is_an_honest_error_of_its_stage(
     assert reply.status == status
     assert reply.header("content-type") == "application/json"
     assert reply.error["message"] == f"the {role} server {words}"
+    assert reply.header("retry-after") == ("1" if status == 503 else None)
     assert (reply.error["stage"], reply.error["request_id"]) == (role, "r1")
     assert all(one.load == 0 for each in Role for one in proxy.registry.ready(each))
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from epd_proxy import Config, Instance, Role
-from epd_proxy.registry import Registry
+from epd_proxy.registry import Lease, Registry
 
 
 def test_a_fleet_is_its_roles() -> None:
@@ -28,10 +28,28 @@ def test_load_is_lowered_whatever_the_end() -> None:
     instance = Instance(Role.DECODE, "http://d")
 
     def fail() -> None:
-        with instance.in_use():
-            assert instance.load == 1
+        with Lease() as lease:
+            assert lease.take(instance) is instance
+            lease.take(instance)
+            assert instance.load == 2
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
     assert instance.load == 0
+
+
+def test_load_moves_with_the_work() -> None:
+    first, second = Instance(Role.ENCODE, "http://a"), Instance(Role.ENCODE, "http://b")
+    with Lease() as lease:
+        lease.take(first)
+        lease.take(first)
+        lease.move(second)
+        assert (first.load, second.load) == (0, 2)
+        lease.move(second)
+        lease.move(first)
+        assert (first.load, second.load) == (2, 0)
+        lease.move(second)
+        lease.give_back()
+        assert (first.load, second.load) == (0, 0)
+    assert (first.load, second.load) == (0, 0)

@@ -14,7 +14,7 @@ import pytest
 
 from epd_proxy import Config, ConfigError, EPDProxy, Instance, Random, Role, RoundRobin, Weighted
 from epd_proxy.errors import NoInstance
-from epd_proxy.registry import Registry
+from epd_proxy.registry import Lease, Registry
 from epd_proxy.selectors import SELECTORS, Selection, Selector
 
 
@@ -105,8 +105,8 @@ def test_weighted_takes_in_a_newcomer() -> None:
 
 
 def test_the_names_that_a_config_may_say() -> None:
-    assert list(SELECTORS) == ["round-robin", "random", "weighted"]
-    with pytest.raises(ConfigError, match="known are round-robin, random, weighted, and module:"):
+    assert list(SELECTORS) == ["round-robin", "random", "weighted", "least-busy", "affinity"]
+    with pytest.raises(ConfigError, match="known are round-robin.* affinity, and module:"):
         EPDProxy(config=Config(decode="http://d", prefill_selector="fastest"))
 
 
@@ -137,7 +137,7 @@ def test_a_selector_comes_from_any_package_that_announces_one(
     monkeypatch.syspath_prepend(tmp_path)
     chosen = selection(Config(decode="http://a,http://b", decode_selector="always-last"))
     assert chosen.pick(Role.DECODE).url == "http://b"
-    with pytest.raises(ConfigError, match="known are round-robin, random, weighted, always-last"):
+    with pytest.raises(ConfigError, match="affinity, always-last"):
         selection(Config(decode="http://a", decode_selector="fastest"))
 
 
@@ -171,9 +171,21 @@ def test_each_role_has_a_selector_of_its_own() -> None:
 def test_an_instance_to_avoid_is_used_only_where_there_is_no_other() -> None:
     chosen = selection(Config(decode="http://a,http://b"))
     failed, other = chosen.registry.ready(Role.DECODE)
-    assert {chosen.pick(Role.DECODE, avoid=failed) for _ in range(4)} == {other}
+    assert {chosen.pick(Role.DECODE, avoid=[failed]) for _ in range(4)} == {other}
+    assert {chosen.pick(Role.DECODE, avoid={failed, other}) for _ in range(4)} == {failed, other}
     chosen.registry.remove(other)
-    assert chosen.pick(Role.DECODE, avoid=failed) is failed
+    assert chosen.pick(Role.DECODE, avoid=[failed]) is failed
+
+
+def test_an_instance_that_never_can_is_used_by_no_means() -> None:
+    chosen = selection(Config(decode="http://a,http://b,http://c"))
+    refused, failed, other = chosen.registry.ready(Role.DECODE)
+    assert {chosen.pick(Role.DECODE, never=[refused]) for _ in range(4)} == {failed, other}
+    assert chosen.pick(Role.DECODE, never=[refused], avoid=[failed, refused]) is other
+    assert chosen.pick(Role.DECODE, never=[refused, other], avoid=[failed]) is failed
+    with pytest.raises(NoInstance, match="no other decode server is ready") as caught:
+        chosen.pick(Role.DECODE, never=[refused, failed, other])
+    assert (caught.value.status, caught.value.stage) == (503, "decode")
 
 
 def test_a_role_that_is_configured_but_not_ready_is_a_503_of_its_stage() -> None:
@@ -197,5 +209,6 @@ def test_the_readmes_selector_can_be_pasted_and_run(
     (tmp_path / "fewest.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     chosen = selection(Config(decode="http://a,http://b", decode_selector="fewest:FewestCalls"))
-    with chosen.registry.ready(Role.DECODE)[0].in_use():
+    with Lease() as lease:
+        lease.take(chosen.registry.ready(Role.DECODE)[0])
         assert chosen.pick(Role.DECODE).url == "http://b"

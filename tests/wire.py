@@ -8,14 +8,14 @@ import asyncio
 import socket
 import ssl
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import h11
 import httpx
 
-from epd_proxy.connection import Body, Connection, Fields, Incoming, Timeouts
+from epd_proxy.connection import Body, Connection, Fields, Incoming, Limits
 from epd_proxy.pool import ConnectionPool, Opener, head_of
 
 LIMIT = 10
@@ -207,11 +207,11 @@ async def sent(
     url: httpx.URL,
     fields: Fields,
     body: Body,
-    timeouts: Timeouts,
+    timeouts: Mapping[str, float | None],
 ) -> Incoming:
     """An answer whose head is there."""
     head = head_of(method, url, fields)
-    return await pool.send(pool.origin(url), head, body, timeouts, is_head=method == "HEAD")
+    return await pool.send(pool.origin(url), head, body, Limits.of(timeouts), is_head=method == "HEAD")
 
 
 async def settled(count: Callable[[], int]) -> int:

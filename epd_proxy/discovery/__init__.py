@@ -1,0 +1,30 @@
+"""
+Where the fleet comes from, beside flags and the admin API: a file, DNS, Redis.
+
+* ``sources``  what the three have in common: telling the fleet, saying what is wrong
+* ``files``    a file that is read again when it changes
+* ``names``    a DNS name that stands for all its addresses
+* ``store``    one fleet in Redis, for any number of workers, proxies and machines
+
+Each tells the whole of what it knows whenever that changes, and tells it again while the registry
+refuses it. What cannot be read or reached leaves the fleet as it is.
+"""
+
+from epd_proxy.discovery.files import FileSource
+from epd_proxy.discovery.names import NameSource, is_name, normalised_name
+from epd_proxy.discovery.sources import Source, Spec, Tell
+from epd_proxy.discovery.store import Away, Conflict, Entry, Store
+
+__all__ = [
+    "Away",
+    "Conflict",
+    "Entry",
+    "FileSource",
+    "NameSource",
+    "Source",
+    "Spec",
+    "Store",
+    "Tell",
+    "is_name",
+    "normalised_name",
+]
