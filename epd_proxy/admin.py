@@ -6,33 +6,46 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Coroutine, Iterable
+import math
+import time
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from epd_proxy.asgi import Exchange, Patience
+from epd_proxy.calls import Fleet
 from epd_proxy.config import Config
 from epd_proxy.decode import relay
+from epd_proxy.door import Door
 from epd_proxy.errors import Forbidden, NoInstance, NotFound, RawHeaders, UpstreamError
+from epd_proxy.keeper import Keeper
 from epd_proxy.payload import NO_JSON, to_json
-from epd_proxy.registry import Instance, Lease, Role
-from epd_proxy.selectors import RoundRobin, Selection
-from epd_proxy.upstream import Forwarded, Upstream, accepted, error_of
+from epd_proxy.registry import Instance, Role
+from epd_proxy.upstream import Forwarded, accepted, error_of
 
 _JSON: RawHeaders = [(b"content-type", b"application/json")]
+
+
+_MODELS = "/v1/models"
+_SECONDS_KEPT = 1.0
+_MOST_KEPT = 100
+
+
+class _Models(msgspec.Struct):
+    data: list[dict[str, object]]
 
 
 class Admin:
     """The handlers of these paths."""
 
-    def __init__(self, config: Config, selection: Selection, upstream: Upstream) -> None:
+    def __init__(self, config: Config, fleet: Fleet, keeper: Keeper, door: Door) -> None:
         self._config = config
-        self._timeout = config.probe_timeout or None
-        self._selection = selection
-        self._upstream = upstream
-        # A rotation of its own: questions about models must not shift that of the answers.
-        self._informants = RoundRobin()
+        self._registry = fleet.selection.registry
+        self._upstream = fleet.upstream
+        self._keeper = keeper
+        self._door = door
+        self._models: dict[bytes, tuple[float, bytes]] = {}
         self._key = config.admin_api_key.encode()
         self._bearer = f"Bearer {config.profile_api_key}".encode()
         self._patience = Patience(config.body_timeout)
@@ -46,42 +59,78 @@ class Admin:
         """
         200, or 503 if some role of the fleet has no engine that answers ``GET /health`` with 200.
 
-        Asks every engine at each call, all at once. The body is that of vLLM's proxy.
+        Asks every engine at each call, all at once. The body is that of vLLM's proxy, and
+        ``sources`` says what is wrong with where the fleet comes from. 503 while shutting down.
         """
         states = dict(zip(Role, await asyncio.gather(*map(self._state, Role)), strict=True))
-        clusters = {f"{role}_cluster": state for role, state in states.items()}
-        body = msgspec.json.encode({"proxy": "healthy", **clusters})
-        await exchange.respond(503 if "unhealthy" in states.values() else 200, _JSON, body)
+        content: dict[str, object] = {"proxy": "healthy"}
+        content |= {f"{role}_cluster": state for role, state in states.items()}
+        if problems := self._keeper.problems():
+            content["sources"] = problems
+        is_well = "unhealthy" not in states.values()
+        if self._door.is_closing:
+            content["proxy"], is_well = "shutting down", False
+        await exchange.respond(200 if is_well else 503, _JSON, msgspec.json.encode(content))
 
     async def _state(self, role: Role) -> str:
-        if not self._selection.registry.is_configured(role):
-            return "empty"
-        ready = self._selection.registry.ready(role)
-        return (
-            "healthy" if any(await asyncio.gather(*map(self._is_healthy, ready))) else "unhealthy"
-        )
-
-    async def _is_healthy(self, instance: Instance) -> bool:
-        try:
-            async with (
-                asyncio.timeout(self._timeout),
-                await self._upstream.get(instance, "/health", []) as answer,
-            ):
-                await answer.read()
-                return answer.status == 200
-        except (UpstreamError, TimeoutError):
-            return False
+        members = [one for one in self._registry.instances() if one.role is role]
+        if not members:
+            # A fleet that fills by itself may be empty still.
+            missing = self._registry.is_configured(role) and not self._config.is_open
+            return "unhealthy" if missing else "empty"
+        answers = await asyncio.gather(*map(self._keeper.is_well, members))
+        return "healthy" if any(answers) else "unhealthy"
 
     async def models(self, exchange: Exchange) -> None:
-        """The list of models of a decode server. Raises NoInstance, UpstreamError."""
-        instance = self._informants.pick(self._selection.ready(Role.DECODE), None)
-        headers = Forwarded(exchange.headers, self._config).fields
-        with Lease() as lease:
-            lease.take(instance)
-            async with await self._upstream.get(instance, "/v1/models", headers) as answer:
+        """
+        What the decode servers serve, each model once; of a single server its own words.
+
+        Raises NoInstance, UpstreamError. Kept for a second for callers with the same headers.
+        """
+        forwarded = Forwarded(exchange.headers, self._config)
+        ready = self._registry.ready(Role.DECODE)
+        if not ready:
+            raise NoInstance("no decode server is ready", stage=Role.DECODE)
+        if len(ready) == 1:
+            async with await self._upstream.get(ready[0], _MODELS, forwarded.fields) as answer:
                 if answer.status >= 300:
                     raise await error_of(answer)
                 await relay(answer, exchange)
+            return
+        now = time.monotonic()
+        kept_at, content = self._models.get(forwarded.block, (-math.inf, b""))
+        if now - kept_at > _SECONDS_KEPT:
+            content = await self._union(ready, forwarded)
+            if len(self._models) >= _MOST_KEPT:
+                self._models.clear()
+            self._models[forwarded.block] = now, content
+        await exchange.respond(200, _JSON, content)
+
+    async def _union(self, ready: Sequence[Instance], forwarded: Forwarded) -> bytes:
+        answers = await asyncio.gather(
+            *(self._models_of(one, forwarded) for one in ready), return_exceptions=True
+        )
+        found: dict[object, object] = {}
+        failures: list[BaseException] = []
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                failures.append(answer)
+            else:
+                found = {card.get("id"): card for card in answer} | found
+        if len(failures) == len(answers):
+            raise failures[0]
+        return msgspec.json.encode({"object": "list", "data": list(found.values())})
+
+    async def _models_of(self, instance: Instance, forwarded: Forwarded) -> list[dict[str, object]]:
+        async with await self._upstream.get(instance, _MODELS, forwarded.fields) as answer:
+            if answer.status != 200:
+                raise await error_of(answer)
+            content = await answer.read()
+        try:
+            return msgspec.json.decode(content, type=_Models).data
+        except NO_JSON as exc:
+            reason = "answered with what is no list of models"
+            raise UpstreamError(instance, reason, cause=str(exc)) from exc
 
     async def start_profile(self, exchange: Exchange) -> None:
         await self._profile(exchange, "/start_profile")
@@ -102,9 +151,13 @@ class Admin:
         if not hmac.compare_digest(given, self._key):
             raise Forbidden("profiling needs the right X-API-Key")
         body = await exchange.read(self._max_body_size, self._patience)
-        roles = [role for role in Role if self._selection.has(role)]
         # The first, not the next: what was started must be stopped.
-        instances = [self._selection.ready(role)[0] for role in roles]
+        ready = {role: self._registry.ready(role) for role in Role}
+        for role in Role:
+            if self._registry.is_configured(role) and not ready[role]:
+                raise NoInstance(f"no {role} server is ready", stage=role)
+        roles = [role for role in Role if ready[role]]
+        instances = [ready[role][0] for role in roles]
         said = await _all(self._profile_one(each, path, body) for each in instances)
         if not any(said):
             raise NoInstance("no server has a profiler")

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
 
 from starlette.requests import ClientDisconnect
@@ -22,6 +23,8 @@ from epd_proxy.calls import Fleet
 from epd_proxy.config import Config
 from epd_proxy.door import Door
 from epd_proxy.errors import ConfigError, MethodNotAllowed, NotFound, ProxyError, RequestError
+from epd_proxy.instances import Instances
+from epd_proxy.keeper import Keeper
 from epd_proxy.payload import TOO_DEEP
 from epd_proxy.pipeline import Pipeline
 from epd_proxy.registry import Registry
@@ -42,15 +45,19 @@ ROUTES: Mapping[str, Methods] = {
     "/v1/models": {"GET": "models", "HEAD": "models"},
     "/health": {"GET": "health", "HEAD": "health"},
     "/live": {"GET": "live", "HEAD": "live"},
+    "/instances": {"GET": "show", "POST": "register", "DELETE": "deregister"},
+    "/instances/drain": {"POST": "drain", "DELETE": "undrain"},
     "/start_profile": {"POST": "start_profile"},
     "/stop_profile": {"POST": "stop_profile"},
 }
 
 
 class Runtime(NamedTuple):
-    """What belongs to one event loop: connections, and the handlers that use them."""
+    """What belongs to one event loop: connections, watching, and the handlers that use them."""
 
     upstream: Upstream
+    keeper: Keeper
+    door: Door
     handlers: Mapping[str, Handler]
 
 
@@ -60,12 +67,15 @@ class EPDProxy:
 
     Alone it serves its own paths and answers everything else with a JSON 404. Around an inner
     ``app`` it is a middleware: ``POST /v1/chat/completions`` is its own, and so are the ``paths``
-    named (out of ``/v1/models``, ``/health``, ``/live``, ``/start_profile``, ``/stop_profile``);
-    all else is passed on.
+    named (out of ``/v1/models``, ``/health``, ``/live``, ``/instances``, ``/instances/drain``,
+    ``/start_profile``, ``/stop_profile``); all else is passed on.
 
     It starts with the first request, once per event loop, so that it can be mounted where no
     lifespan reaches it. ``async with proxy:`` and ``lifespan=proxy.lifespan`` start and end it
     explicitly. ``registry`` holds the fleet.
+
+    ``file``: a path that is read again when it changes, and what reads it; the instances of the
+    ``Config`` that comes back take the place of those that were configured.
 
     ``transport``: any ``httpx.AsyncBaseTransport``; it stays its owner's to close. Raises
     ConfigError, which names the flag.
@@ -78,6 +88,7 @@ class EPDProxy:
         config: Config,
         transport: httpx.AsyncBaseTransport | None = None,
         paths: Iterable[str] = (),
+        file: tuple[Path, Callable[[Path], Config]] | None = None,
     ) -> None:
         self.app = app
         self.config = config
@@ -85,6 +96,7 @@ class EPDProxy:
         _check_addresses(self.registry)
         self._selection = Selection.of(config, self.registry)
         self._keys = Keys(config.api_key, config.api_key_file)
+        self._file = file
         self._transport = transport
         self._routes = _own_routes(app, paths)
         self._runtimes: dict[asyncio.AbstractEventLoop, Runtime] = {}
@@ -135,7 +147,7 @@ class EPDProxy:
 
     async def _own_lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
-        self._runtime()
+        await self._runtime().keeper.settled()
         await send({"type": "lifespan.startup.complete"})
         await receive()
         await send({"type": "lifespan.shutdown.complete"})
@@ -147,7 +159,7 @@ class EPDProxy:
             yield
 
     async def __aenter__(self) -> Self:
-        self._runtime()
+        await self._runtime().keeper.settled()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -156,8 +168,20 @@ class EPDProxy:
     async def aclose(self) -> None:
         """Closes the connections of this event loop. A request after that starts anew."""
         runtime = self._runtimes.pop(asyncio.get_running_loop(), None)
-        if runtime is not None and self._transport is None:
-            await runtime.upstream.aclose()
+        if runtime is not None:
+            await runtime.keeper.aclose()
+            if self._transport is None:
+                await runtime.upstream.aclose()
+
+    def close_the_door(self) -> None:
+        """``/health`` answers 503 from now on; requests are served as before."""
+        for runtime in self._runtimes.values():
+            runtime.door.is_closing = True
+
+    def reload(self) -> None:
+        """Reads the ``file`` again now."""
+        for runtime in self._runtimes.values():
+            runtime.keeper.reload()
 
     def _runtime(self) -> Runtime:
         loop = asyncio.get_running_loop()
@@ -171,14 +195,25 @@ class EPDProxy:
     def _start(self) -> Runtime:
         upstream = Upstream(self._transport or default_transport(self.config), self.config)
         fleet = Fleet(self.config, self._selection, upstream)
-        admin = Admin(self.config, self._selection, upstream)
+        keeper = Keeper(self.config, self.registry, upstream, self._file)
+        door = Door(self.config, self._keys, Pipeline(fleet))
+        admin = Admin(self.config, fleet, keeper, door)
+        instances = Instances(self.config, self.registry, self._keys, keeper)
+        keeper.start()
         return Runtime(
             upstream,
+            keeper,
+            door,
             {
-                "chat": Door(self.config, self._keys, Pipeline(fleet)),
+                "chat": door,
                 "models": self._for_callers(admin.models),
                 "health": admin.health,
                 "live": admin.live,
+                "show": instances.show,
+                "register": instances.register,
+                "deregister": instances.deregister,
+                "drain": instances.drain,
+                "undrain": instances.undrain,
                 "start_profile": admin.start_profile,
                 "stop_profile": admin.stop_profile,
             },

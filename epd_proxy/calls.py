@@ -11,12 +11,22 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from epd_proxy.asgi import Exchange, Step
 from epd_proxy.budget import RetryBudget, backoff
 from epd_proxy.config import Config
-from epd_proxy.errors import Engine, RawHeaders, Redo, Unreachable, UpstreamError
+from epd_proxy.errors import (
+    Engine,
+    EngineError,
+    Exhausted,
+    RawHeaders,
+    Redo,
+    Unreachable,
+    UpstreamError,
+)
+from epd_proxy.health import RoleHealth
 from epd_proxy.payload import Buffer
 from epd_proxy.registry import Instance, Lease, Replica, Role
 from epd_proxy.selectors import Selection
@@ -41,23 +51,38 @@ class Fleet:
 class Calls:
     """The calls made on behalf of one request."""
 
-    def __init__(self, exchange: Exchange, fleet: Fleet) -> None:
+    def __init__(self, exchange: Exchange, fleet: Fleet, model: str = "") -> None:
         fleet.budget.note_request()
         self.exchange = exchange
         self._fleet = fleet
+        self._model = model
         self._selection = fleet.selection
+        self._registry = fleet.selection.registry
         self._upstream = fleet.upstream
         self._forwarded = Forwarded(exchange.headers, fleet.config)
         self._replicas: dict[Instance, Replica] = {}
         self._failed: set[Instance] = set()
 
-    def has(self, role: Role) -> bool:
-        """Whether the fleet has the role. Raises NoInstance (503) if it has, but nobody ready."""
-        return self._selection.has(role)
+    async def has(self, role: Role) -> bool:
+        """
+        Whether the fleet has the role.
+
+        Raises NoInstance (503) if it has, but nobody is ready within ``--wait-for-ready``.
+        """
+        if not self._registry.is_configured(role):
+            return False
+        patience = self._fleet.config.wait_for_ready
+        if patience and not self._registry.ready(role, self._model):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    while not self._registry.ready(role, self._model):
+                        await self._registry.changed()
+        self._selection.ready(role, self._model)
+        return True
 
     def pick(self, role: Role, key: str | None = None) -> Instance:
         """One that has not failed this request, if there is one. Raises NoInstance (503)."""
-        return self._selection.pick(role, key, avoid=self._failed)
+        return self._selection.pick(role, key, model=self._model, avoid=self._failed)
 
     def replica(self, instance: Instance) -> Replica:
         """Chosen once, so that encode and the consumer mean the same, on a retry too."""
@@ -87,7 +112,7 @@ class Calls:
                     raise
                 logger.info("request %s: %s", self.exchange.request_id, failure.log_line())
                 instance = self._selection.pick(
-                    instance.role, key, avoid=self._failed, never=refused
+                    instance.role, key, model=self._model, avoid=self._failed, never=refused
                 )
                 lease.move(instance)
 
@@ -95,7 +120,7 @@ class Calls:
         """Notes that an instance cannot serve this request; whether one is left that might."""
         assert isinstance(instance, Instance)
         self._failed.add(instance)
-        ready = self._selection.registry.ready(instance.role)
+        ready = self._registry.ready(instance.role, self._model)
         return any(one not in (refused or self._failed) for one in ready)
 
     async def redo(self, failure: UpstreamError, attempt: int) -> None:
@@ -148,7 +173,7 @@ class Calls:
         # Engines keep requests by their ids, so no two calls may share one, retries included.
         request_id = f"{self.exchange.request_id}:{name}:{self._fleet.rng.getrandbits(24):06x}"
         answer = self._upstream.chat(instance, self._forwarded, request_id, body, extra)
-        return Call(instance, answer, self.exchange.trace)
+        return Call(instance, answer, self.exchange.trace, self._registry.health[instance.role])
 
 
 class Call:
@@ -158,12 +183,17 @@ class Call:
     Leaving the context before the answer's end drops the connection. Raises UpstreamError.
     """
 
-    __slots__ = ("_answer", "_began", "_coming", "_instance", "_trace")
+    __slots__ = ("_answer", "_began", "_coming", "_health", "_instance", "_trace")
 
     def __init__(
-        self, instance: Instance, coming: Coroutine[Any, Any, Answer], trace: list[Step]
+        self,
+        instance: Instance,
+        coming: Coroutine[Any, Any, Answer],
+        trace: list[Step],
+        health: RoleHealth[Instance],
     ) -> None:
         self._instance = instance
+        self._health = health
         self._coming = coming
         self._trace = trace
         self._answer: Answer
@@ -172,14 +202,28 @@ class Call:
         self._began = time.perf_counter()
         try:
             self._answer = await self._coming
-        except BaseException:
+        except BaseException as exc:
             self._note(0)
+            self._judge(exc)
             raise
         return self._answer
 
-    async def __aexit__(self, *exc_info: object) -> None:
+    async def __aexit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
         await self._answer.aclose()
         self._note(self._answer.status)
+        self._judge(exc)
+
+    def _judge(self, exc: BaseException | None) -> None:
+        """What the call says of its instance; nothing, if it was the caller who left."""
+        if exc is None:
+            self._health.succeeded(self._instance)
+        elif isinstance(exc, Unreachable):
+            if not isinstance(exc, Exhausted):
+                self._health.refused(self._instance)
+        elif isinstance(exc, UpstreamError):
+            status = exc.status if isinstance(exc, EngineError) else 0
+            is_callers_fault = 400 <= status < 500 or status == 501
+            (self._health.succeeded if is_callers_fault else self._health.failed)(self._instance)
 
     def _note(self, status: int) -> None:
         seconds = time.perf_counter() - self._began

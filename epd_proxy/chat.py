@@ -51,6 +51,12 @@ class Chat:
         self._messages: Messages | None = None
 
     @property
+    def model(self) -> str:
+        """Empty if the caller named none."""
+        model = self.payload.tree.get("model")
+        return self.payload.text(model) if isinstance(model, str) else ""
+
+    @property
     def with_sound(self) -> bool:
         """Whether a video's sound track is to become a feature of its own."""
         options = self.payload.tree.get("mm_processor_kwargs")

@@ -8,12 +8,12 @@ one, else the ``--config`` file, else the default. The flags of the proxy are th
 
 from __future__ import annotations
 
+import asyncio
 import copy
-import gc
 import logging
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,15 @@ from epd_proxy import demo
 from epd_proxy.app import EPDProxy
 from epd_proxy.config import Config, flag_name, flag_of
 from epd_proxy.errors import ConfigError, ProxyError
-from epd_proxy.intake import IntakeProtocol, keep_memory
 from epd_proxy.servers import check
 from epd_proxy.simulator import Simulator
+from epd_proxy.workers import Service, run
 
 _PROGRAM = "epd-proxy"
 _LOCALHOST = "127.0.0.1"
+_ROLES = ("encode", "prefill", "decode")
+_FILE = "epd_proxy.file"
+"""Where a context keeps the path of its configuration file."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -121,6 +124,7 @@ def _read_file(context: click.Context, option: click.Parameter, path: Path | Non
     except (OSError, ValueError) as exc:
         raise click.BadParameter(f"{path}: {exc}", context, option) from None
     context.default_map = _known(values, path, context, option)
+    context.meta[_FILE] = path
 
 
 def _known(
@@ -142,6 +146,33 @@ def _known(
     return known
 
 
+_PROCESS_OPTIONS = [
+    click.Option(
+        ["--workers"],
+        default=1,
+        show_default=True,
+        type=click.IntRange(min=1),
+        envvar=_variable("--workers"),
+        help="processes",
+    ),
+    click.Option(
+        ["--shutdown-delay"],
+        default=0.0,
+        show_default=True,
+        type=click.FloatRange(min=0),
+        envvar=_variable("--shutdown-delay"),
+        help="seconds for which requests are still taken after SIGTERM, while /health is red",
+    ),
+    click.Option(
+        ["--graceful-timeout"],
+        default=30.0,
+        show_default=True,
+        type=click.FloatRange(min=0),
+        envvar=_variable("--graceful-timeout"),
+        help="seconds after that in which running requests may finish",
+    ),
+]
+
 _CONFIG_FILE = click.Option(
     ["--config"],
     type=click.Path(dir_okay=False, path_type=Path),
@@ -153,42 +184,49 @@ _CONFIG_FILE = click.Option(
 )
 
 
-def serve(**values: Any) -> None:
+def serve(**values: Any) -> int:
     """Run the proxy."""
     given = _given(values)
     given.update(_keep_alive_of_engines())
     fields = {field.name for field in msgspec.structs.fields(Config)}
     config = Config(**{name: value for name, value in given.items() if name in fields})
-    server = {name: value for name, value in given.items() if name not in fields}
-    proxy = EPDProxy(config=config)
-    options = {"host": values["host"], "port": values["port"], **server}
-    check(proxy, options)
-    _calm_collector()
-    keep_memory()
-    uvicorn.run(
-        proxy,
-        **options,
-        loop="auto",
-        http=IntakeProtocol,
-        lifespan="on",
-        # Decode's own are passed on.
-        server_header=False,
-        date_header=False,
-        access_log=False,
-        proxy_headers=False,
-        log_config=_logging(server.get("log_level") or "info"),
-    )
+    workers, delay = values["workers"], values["shutdown_delay"]
+    if workers > 1 and config.dynamic_registration and not config.registry:
+        reason = "engines would register with one of them alone: give them a --registry"
+        raise ConfigError("--workers", reason)
+    names = {name for name in given if name not in fields} - {"workers", "shutdown_delay"}
+    options = {name: values[name] for name in names - {"graceful_timeout"}}
+    options |= {"host": values["host"], "port": values["port"]}
+    check(EPDProxy(config=config), options)
+    options["timeout_graceful_shutdown"] = values["graceful_timeout"]
+    options["log_config"] = _logging(options.get("log_level") or "info")
+    return run(Service(config, options, _file_of(config), delay), workers)
 
 
-def _calm_collector() -> None:
-    """
-    Requests leave next to no cycles, and the modules never go: looking at either is time lost.
+class Reread:
+    """Reads the configuration file again: ``roles`` are those whose instances it may set."""
 
-    Saves a tenth of the CPU time of a text request.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    def __init__(self, config: Config, roles: Sequence[str]) -> None:
+        self._config = config
+        self._roles = roles
+
+    def __call__(self, path: Path) -> Config:
+        """Raises ValueError, OSError."""
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        fields = {name: getattr(self._config, name) for name in self._config.__struct_fields__}
+        for role in self._roles:
+            fields[role] = values.get(role, values.get(f"{role}_servers_urls", ()))
+        return Config(**fields)
+
+
+def _file_of(config: Config) -> tuple[Path, Reread] | None:
+    context = click.get_current_context()
+    path = context.meta.get(_FILE)
+    if path is None:
+        return None
+    below = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
+    roles = [role for role in _ROLES if context.get_parameter_source(role) in below]
+    return path, Reread(config, roles)
 
 
 def _keep_alive_of_engines() -> dict[str, float]:
@@ -217,13 +255,18 @@ def _logging(level: str) -> dict[str, Any]:
     own = {"handlers": ["default"], "level": level.upper(), "propagate": False}
     found["loggers"]["epd_proxy"] = own
     # The proxy has told in a line of its own why it broke an answer off.
-    found["filters"] = {"told": {"()": lambda: _was_not_told}}
+    found["filters"] = {"told": {"()": _filter}}
     found["handlers"]["default"]["filters"] = ["told"]
     return found
 
 
 def _was_not_told(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and isinstance(record.exc_info[1], ProxyError))
+    told = ProxyError | asyncio.CancelledError
+    return not (record.exc_info and isinstance(record.exc_info[1], told))
+
+
+def _filter() -> Callable[[logging.LogRecord], bool]:
+    return _was_not_told
 
 
 def simulate(role: str, host: str, port: int, model: str, latency_ms: float, chunks: int) -> None:
@@ -256,6 +299,7 @@ cli.add_command(
         callback=serve,
         params=[
             *_server_options(8000),
+            *_PROCESS_OPTIONS,
             *map(_option_of, msgspec.structs.fields(Config)),
             _CONFIG_FILE,
             *_uvicorn_options(),

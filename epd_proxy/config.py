@@ -35,16 +35,32 @@ class InstanceConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     ``url`` may hold a path, which is put before ``/v1/chat/completions``. It is kept in one
     spelling (no trailing slash, host in lower case, no default port), so that two spellings of
-    one address are one instance.
+    one address are one instance. ``models``: the names it serves; none given: any. ``dns+http://``
+    and ``dns+srv+http://`` stand for every address of a name.
     """
 
     url: str
     weight: float = 1.0
+    models: tuple[str, ...] = ()
+    labels: dict[str, str] = {}
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "url", normalised_url(self.url))
+        msgspec.structs.force_setattr(self, "url", engine_url(self.url))
         if not 0 < self.weight < math.inf:
             raise ValueError(f"{self.url}: weight {self.weight:g} is not above 0, or not finite")
+
+
+def is_name(url: str) -> bool:
+    """Whether a URL is a name to look up, which stands for any number of instances."""
+    return url.startswith("dns+")
+
+
+def engine_url(text: str) -> str:
+    """One spelling for one instance, or for one name. Raises ValueError."""
+    if not is_name(text):
+        return normalised_url(text)
+    prefix = "dns+srv+" if text.startswith("dns+srv+") else "dns+"
+    return prefix + normalised_url(text.removeprefix(prefix))
 
 
 def normalised_url(text: str) -> str:
@@ -129,6 +145,10 @@ def _keys(value: Any) -> Any:
 
 def _schemes(value: Any) -> Any:
     return [word.lower().rstrip(":/") for word in parse_list(value)]
+
+
+def _networks(value: Any) -> Any:
+    return [str(ipaddress.ip_network(word)) for word in parse_list(value)]
 
 
 def _hosts(value: Any) -> Any:
@@ -310,6 +330,33 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pool_timeout: Annotated[
         float, NotNegative, Flag("seconds to wait for one of them; 0: no limit")
     ] = 5.0
+    dynamic_registration: Annotated[
+        bool, Flag("let engines register themselves (POST /instances); needs ADMIN_API_KEY")
+    ] = False
+    registry: Annotated[
+        str, Flag("redis://..., one fleet for any number of workers and proxies; extra 'redis'")
+    ] = ""
+    allowed_instance_networks: Annotated[
+        tuple[str, ...],
+        Flag("networks that engines may register in; none given: any", _networks, many=True),
+    ] = ()
+    drain_timeout: Annotated[
+        float, NotNegative, Flag("seconds that draining an engine waits for its calls; 0: no limit")
+    ] = 60.0
+    wait_for_ready: Annotated[
+        float, NotNegative, Flag("seconds that a request waits for an engine to be ready")
+    ] = 0.0
+    probe_interval: Annotated[
+        float, NotNegative, Flag("seconds from one GET /health of an engine to the next; 0: never")
+    ] = 5.0
+    fail_threshold: Annotated[
+        int, Meta(ge=1), Flag("probes that fail in a row until an engine is out")
+    ] = 3
+    evicted_ttl: Annotated[
+        float,
+        NotNegative,
+        Flag("seconds after which a registered engine that is out is forgotten; 0: never"),
+    ] = 900.0
     probe_timeout: Annotated[
         float, NotNegative, Flag("seconds an engine has to answer GET /health; 0: no limit")
     ] = 2.0
@@ -332,8 +379,12 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for option in msgspec.structs.fields(type(self)):
             value = _checked(option, getattr(self, option.name))
             msgspec.structs.force_setattr(self, option.name, value)
-        if not self.decode:
+        if not self.decode and not self.is_open:
             raise ConfigError("--decode", "at least one decode server is needed")
+        if self.dynamic_registration and not self.admin_api_key:
+            reason = "needs a key: set ADMIN_API_KEY"
+            raise ConfigError(flag_name("dynamic_registration"), reason)
+        self._check_roles()
         for name in ("upstream_api_key", "profile_api_key"):
             if not getattr(self, name).isprintable():
                 raise ConfigError(flag_name(name), "holds what no header can hold")
@@ -341,6 +392,19 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             self._check_push()
         if self.media_ids == "tenant":
             self._check_tenants()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether instances may come that the configuration does not know."""
+        return self.dynamic_registration or bool(self.registry)
+
+    def _check_roles(self) -> None:
+        seen: dict[str, str] = {}
+        for role in ("encode", "prefill", "decode"):
+            for instance in getattr(self, role):
+                if (other := seen.setdefault(instance.url, role)) != role:
+                    reason = f"{instance.url} is given as --{other} already"
+                    raise ConfigError(flag_name(role), reason)
 
     def _check_tenants(self) -> None:
         if not self.media_ids_secret:

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from epd_proxy.admission import Gate, Keys
 from epd_proxy.asgi import Exchange, Patience, current_task
 from epd_proxy.config import Config
-from epd_proxy.errors import DeadlineExceeded
+from epd_proxy.errors import DeadlineExceeded, Overloaded
 from epd_proxy.pipeline import Pipeline
 
 
@@ -28,6 +28,8 @@ class Door:
         self._keys = keys
         self._pipeline = pipeline
         self._patience = Patience(config.body_timeout)
+        self.is_closing = False
+        """Whether the proxy is going to end: ``/health`` tells."""
         self._gate = Gate(config.max_concurrency, config.max_queue, config.queue_timeout)
 
     async def __call__(self, exchange: Exchange) -> None:
@@ -56,6 +58,9 @@ class Door:
             except asyncio.CancelledError:
                 if exchange.is_gone and not current_task().uncancel():
                     raise ClientDisconnect from None
+                if self.is_closing and not exchange.is_started:
+                    current_task().uncancel()
+                    raise Overloaded("the proxy is shutting down") from None
                 raise
             finally:
                 watcher.cancel()

@@ -123,7 +123,7 @@ class EncodeStage:
                 groups.append(group)
                 if item.modality == "image":
                     shared[instance] = group
-            group.lease.take(instance)
+            group.lease.take(instance, item.size)
             group.items.append(item)
         return groups
 

@@ -7,10 +7,13 @@ Everything the proxy raises on purpose, and the HTTP answer each one becomes.
     - BodyTooLarge        413
     - BodyTimeout         408
     - UnsupportedEncoding 415
+    - Unprocessable       422
     - MethodNotAllowed    405
   + Unauthorized          401    authentication_error
   + Forbidden             403    authentication_error
   + NotFound              404    not_found_error
+    - ModelNotFound       404
+  + Conflict              409    invalid_request_error: the fleet cannot be like that
   + Overloaded            503    overloaded_error: we ourselves have no room
   + NoInstance            503    overloaded_error: no ready server plays the role
   + DeadlineExceeded      504    timeout_error: the caller's own limit has passed
@@ -135,6 +138,20 @@ class Forbidden(ProxyError):
 class NotFound(ProxyError):
     status = 404
     type = "not_found_error"
+
+
+class ModelNotFound(NotFound):
+    def __init__(self, model: str) -> None:
+        super().__init__(f"the model {model!r:.200} does not exist", param="model")
+
+
+class Conflict(ProxyError):
+    status = 409
+    type = "invalid_request_error"
+
+
+class Unprocessable(RequestError):
+    status = 422
 
 
 class Overloaded(ProxyError):

@@ -165,13 +165,18 @@ class RoleHealth(Generic[Member]):
         ``instances`` are all that were added but those that get nothing new anyway. Empty only if
         every one of them is UNHEALTHY.
         """
-        now = self._asked = self._clock()
+        self._asked = self._clock()
+        self._ready = self.best_of(instances)
+        return self._ready
+
+    def best_of(self, instances: Iterable[Member]) -> tuple[Member, ...]:
+        """The same for some of them, those that serve a model for one; changes nothing."""
+        now = self._clock()
         standings = [(instance, self._known[instance].standing(now)) for instance in instances]
         best = min((standing for _, standing in standings), default=Standing.UNHEALTHY)
-        self._ready = ()
-        if best is not Standing.UNHEALTHY:
-            self._ready = tuple(instance for instance, standing in standings if standing is best)
-        return self._ready
+        if best is Standing.UNHEALTHY:
+            return ()
+        return tuple(instance for instance, standing in standings if standing is best)
 
     def standing(self, instance: Member) -> Standing:
         return self._known[instance].standing(self._clock())

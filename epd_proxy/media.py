@@ -108,6 +108,8 @@ class Item(NamedTuple):
     part: dict[str, msgspec.Raw]
     """The caller's part, member by member."""
     is_plain: bool = False
+    size: int = 1
+    """Bytes of media, or of the URL that stands for it: its share in an encoder's load."""
     """Whether it holds a type and media in the one spelling that all engines read, no more."""
 
     @property
@@ -296,7 +298,7 @@ async def items_of(
     contents = [_content_of(payload, part) for part in nameless]
     digests = [naming.key(digest, owner) for digest in await _digests(contents)]
     keys = dict(zip((part.place for part in nameless), digests, strict=True))
-    return [_item(part, messages.part(part.place), keys.get(part.place)) for part in parts]
+    return [_item(payload, part, messages.part(part.place), keys.get(part.place)) for part in parts]
 
 
 def _without_uuid(part: Part) -> Part:
@@ -343,7 +345,7 @@ def _fault_of_source(url: str, schemes: Sequence[str], hosts: Sequence[str]) -> 
     return "" if host in hosts else "media may not come from that host"
 
 
-def _item(part: Part, fields: dict[str, msgspec.Raw], digest: str | None) -> Item:
+def _item(payload: Payload, part: Part, fields: dict[str, msgspec.Raw], digest: str | None) -> Item:
     key = digest or part.name or ""
     if "uuid" not in part.tree:
         fields.pop("uuid", None)
@@ -357,6 +359,8 @@ def _item(part: Part, fields: dict[str, msgspec.Raw], digest: str | None) -> Ite
         is_plain=len(part.tree) == 2
         and part.tree.get("type") == part.kind
         and isinstance(part.tree[part.kind], dict),
+        # It may be the uuid alone that came.
+        size=payload.size(fields[part.kind]) if part.kind in fields else 1,
     )
 
 

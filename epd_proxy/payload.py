@@ -116,6 +116,12 @@ class Payload:
             buffers += self._cuts[int(piece[:_DIGITS])], piece[_DIGITS:]
         return [buffer for buffer in buffers if buffer]
 
+    def size(self, skeleton: bytes | msgspec.Raw) -> int:
+        """Bytes of a piece of the skeleton, its cuts put back."""
+        if not self._cuts:
+            return memoryview(skeleton).nbytes
+        return size_of(self.expand(bytes(skeleton)))
+
     def with_fields(self, changes: Mapping[str, Json]) -> list[Buffer]:
         """
         The body with other top-level values; ABSENT removes a field, an unknown field is added.

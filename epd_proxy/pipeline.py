@@ -12,7 +12,7 @@ from epd_proxy.calls import Calls, Fleet
 from epd_proxy.chat import Chat
 from epd_proxy.decode import DecodeStage
 from epd_proxy.encode import EncodeStage, as_it_came
-from epd_proxy.errors import NoInstance, Unreachable, UpstreamError
+from epd_proxy.errors import ModelNotFound, NoInstance, Unreachable, UpstreamError
 from epd_proxy.media import Item, Naming
 from epd_proxy.payload import Json
 from epd_proxy.prefill import PrefillStage
@@ -46,8 +46,10 @@ class Pipeline:
         Raises ProxyError; once the answer's head is out, UpstreamError alone.
         """
         chat = Chat(body, self._config)
-        calls = Calls(exchange, self._fleet)
-        roles = self._roles_for(chat, calls)
+        if not self._fleet.selection.registry.serves(chat.model):
+            raise ModelNotFound(chat.model)
+        calls = Calls(exchange, self._fleet, chat.model)
+        roles = await self._roles_for(chat, calls)
         items: list[Item] = []
         if chat.media and (Role.ENCODE in roles or exchange.is_degraded or self._naming.renames):
             items = await chat.items(self._naming, owner)
@@ -126,17 +128,17 @@ class Pipeline:
             return chat.with_parts(references.raw_parts)
         return messages if handle is None else {**messages, "kv_transfer_params": handle}
 
-    def _roles_for(self, chat: Chat, calls: Calls) -> AbstractSet[Role]:
+    async def _roles_for(self, chat: Chat, calls: Calls) -> AbstractSet[Role]:
         """Who takes part. Raises NoInstance (503) before anybody is troubled in vain."""
         roles = {Role.DECODE}
-        calls.has(Role.DECODE)
+        await calls.has(Role.DECODE)
         # The engine's beam search drops what the stages would hand to each other.
         if chat.uses_beam_search:
             return roles
-        if calls.has(Role.PREFILL):
+        if await calls.has(Role.PREFILL):
             roles.add(Role.PREFILL)
         try:
-            if chat.media and calls.has(Role.ENCODE):
+            if chat.media and await calls.has(Role.ENCODE):
                 roles.add(Role.ENCODE)
         except NoInstance:
             if not self._falls_back:

@@ -23,6 +23,10 @@ _UNIX = "http+unix"
 _CLOSED = "the pool is closed"
 
 
+def _never() -> bool:
+    return False
+
+
 class ConnectionPool(httpx.AsyncBaseTransport):
     """
     Connections to any number of origins, of ``http``, ``https`` and ``http+unix://%2Fpath``.
@@ -75,20 +79,30 @@ class ConnectionPool(httpx.AsyncBaseTransport):
         )
 
     async def send(
-        self, origin: Origin, head: bytes, body: Body, limits: Limits, *, is_head: bool = False
+        self,
+        origin: Origin,
+        head: bytes,
+        body: Body,
+        limits: Limits,
+        *,
+        is_head: bool = False,
+        is_gone: Callable[[], bool] = _never,
     ) -> Incoming:
         """
         The same without the objects around it: an answer whose head is there.
 
         ``head`` is as ``head_of`` writes it; a body in buffers needs its length in it.
+        ``is_gone`` is asked just before it is sent, and whether it may be sent no more.
         """
         connection = origin.idle_connection() or await origin.take(limits)
+        _check(origin, connection, is_gone)
         try:
             return await connection.exchange(head, body, limits, is_head=is_head)
         except Unanswered as exc:
             if not connection.was_used or isinstance(body, AsyncIterator):
                 raise exc.reason from None
         connection = await origin.take(limits, fresh=True)
+        _check(origin, connection, is_gone)
         try:
             return await connection.exchange(head, body, limits, is_head=is_head)
         except Unanswered as exc:
@@ -284,6 +298,12 @@ class Origin:
             opening.cancel()
         for connection in list(self._all):
             connection.abort()
+
+
+def _check(origin: Origin, connection: Connection, is_gone: Callable[[], bool]) -> None:
+    if is_gone():
+        origin.give_back(connection)
+        raise httpx.ConnectError("the instance has been removed")
 
 
 async def _body_of(request: httpx.Request) -> Body:

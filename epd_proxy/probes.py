@@ -32,7 +32,7 @@ class Prober(Generic[Member]):
     * **probe** - whether the instance is well. Has its own limit of time; what it raises is a bug,
       counts as a no, and is logged once for each type of exception.
     * **report** - is told what each probe has shown; returns whether the instance is healthy now.
-    * **forget** - is told of an instance that expires; it is not probed any more.
+    * **forget** - is told of an instance that expires, with each probe until it is removed.
     * **interval** - seconds from probe to probe, by chance up to a tenth more or less; 0: never.
     * **evicted_ttl** - seconds after which an instance expires that has not been healthy in all
       the time, once one more probe has failed; 0: never.
@@ -96,7 +96,6 @@ class Prober(Generic[Member]):
                 evicted_at = now()
             elif expires and self._evicted_ttl and now() - evicted_at >= self._evicted_ttl:
                 self._forget(instance)
-                return
 
     async def _is_well(self, instance: Member) -> bool:
         try:

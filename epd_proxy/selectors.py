@@ -296,18 +296,12 @@ class Selection:
         }
         return cls(registry, {role: _create(role, name) for role, name in names.items()})
 
-    def has(self, role: Role) -> bool:
-        """Whether the fleet has the role. Raises NoInstance (503) if it has, but nobody ready."""
-        if not self.registry.is_configured(role):
-            return False
-        self.ready(role)
-        return True
-
     def pick(
         self,
         role: Role,
         key: str | None = None,
         *,
+        model: str = "",
         avoid: Collection[Instance] = (),
         never: Collection[Instance] = (),
     ) -> Instance:
@@ -316,7 +310,7 @@ class Selection:
 
         Raises NoInstance (503).
         """
-        ready = self.ready(role)
+        ready = self.ready(role, model)
         if never:
             ready = tuple(instance for instance in ready if instance not in never)
             if not ready:
@@ -325,9 +319,9 @@ class Selection:
             ready = tuple(instance for instance in ready if instance not in avoid) or ready
         return self._selectors[role].pick(ready, key)
 
-    def ready(self, role: Role) -> tuple[Instance, ...]:
+    def ready(self, role: Role, model: str = "") -> tuple[Instance, ...]:
         """At least one instance. Raises NoInstance (503)."""
-        ready = self.registry.ready(role)
+        ready = self.registry.ready(role, model)
         if not ready:
             raise NoInstance(f"no {role} server is ready", stage=role)
         return ready

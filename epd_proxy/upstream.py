@@ -173,12 +173,9 @@ class Pulled:
     async def more(self) -> None:
         if self._pending is None:
             self._pending = asyncio.ensure_future(anext(self._pieces, b""))
-        try:
-            # A stream that is cancelled while it is asked has no more to say.
-            self._piece = await asyncio.shield(self._pending)
-        finally:
-            if self._pending.done():
-                self._pending = None
+        # A stream that is cancelled while it is asked has no more to say.
+        self._piece = await asyncio.shield(self._pending)
+        self._pending = None
         self.is_complete = not self._piece
 
     async def aclose(self) -> None:
@@ -358,7 +355,9 @@ class Upstream:
             size_of(body),
         )
         try:
-            incoming = await pool.send(origin, head, body, self._limits[instance.role])
+            incoming = await pool.send(
+                origin, head, body, self._limits[instance.role], is_gone=instance.is_gone
+            )
         except httpx.HTTPError as exc:
             raise _failure_of(instance, exc) from exc
         return Answer(instance, incoming.status, incoming.fields, incoming)
@@ -405,6 +404,8 @@ class Upstream:
             extensions={"timeout": _timeouts(self._limits[instance.role])},
         )
         try:
+            if instance.is_gone():
+                raise httpx.ConnectError("the instance has been removed")
             response = await self._transport.handle_async_request(request)
         except httpx.HTTPError as exc:
             raise _failure_of(instance, exc) from exc

@@ -140,7 +140,9 @@ async def test_load_is_where_the_work_is(role: str, images: int) -> None:
     for engine in engines(backends, role):
         engine.route.mock(side_effect=answer)
     assert (await chat(proxy, ask(*[image()] * images))).status == 200
-    assert seen == [[images, 0, 0], [0, images, 0], [0, 0, images]]
+    # Of encoders it is the bytes of their media.
+    load = images * (len(json.dumps(image()["image_url"])) if role == "encode" else 1)
+    assert seen == [[load, 0, 0], [0, load, 0], [0, 0, load]]
     assert loads(proxy) == [0] * 5
 
 
@@ -472,7 +474,7 @@ async def test_the_trace_tells_of_every_try() -> None:
     assert [(step.url, step.status) for step in trace] == [
         ("http://d0:8000", 0),
         ("http://d1:8000", 500),
-        ("http://d0:8000", 0),
+        # The first is out for now.
         ("http://d1:8000", 200),
     ]
 

@@ -10,8 +10,9 @@ import pytest
 import uvicorn
 
 import epd_proxy
-from epd_proxy import Config, EPDProxy, cli, demo
+from epd_proxy import Config, cli, demo
 from epd_proxy.config import flag_name
+from epd_proxy.workers import Service
 from tests.processes import running
 
 DECODE = ["--decode", "http://d:8000"]
@@ -22,21 +23,25 @@ class Served:
 
     app: Any
     options: dict[str, Any]
+    config: Config
+    service: Service
+    workers: int
 
     def __call__(self, app: Any, **options: Any) -> None:
         self.app = app
         self.options = options
 
-    @property
-    def config(self) -> Config:
-        assert isinstance(self.app, EPDProxy)
-        return self.app.config
+    def run(self, service: Service, workers: int) -> int:
+        self.app, self.service, self.workers = None, service, workers
+        self.config, self.options = service.config, dict(service.options)
+        return 0
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     seen = Served()
     monkeypatch.setattr(uvicorn, "run", seen)
+    monkeypatch.setattr(cli, "run", seen.run)
     monkeypatch.setattr(cli, "check", lambda app, options: None)
     return seen
 
@@ -119,6 +124,14 @@ def test_every_field_of_the_config_is_a_flag(served: Served, tmp_path: Path) -> 
         "no_rewrite": None,
         "trust_embeds": None,
         "log_requests": None,
+        "dynamic_registration": None,
+        "registry": "redis://127.0.0.1:1/0",
+        "allowed_instance_networks": "10.0.0.0/8",
+        "drain_timeout": "5",
+        "wait_for_ready": "1",
+        "probe_interval": "7",
+        "fail_threshold": "2",
+        "evicted_ttl": "60",
     }
     assert values.keys() == {field.name for field in msgspec.structs.fields(Config)}
     line = [word for name, value in values.items() for word in (flag_name(name), value) if word]
@@ -163,9 +176,11 @@ def test_by_default_it_listens_on_loopback_and_says_nothing_of_its_own(served: S
     assert cli.main(["serve", *DECODE]) == 0
     options = served.options
     assert options["host"] == "127.0.0.1"
-    assert not options["server_header"]
-    assert not options["date_header"]
-    assert not options["access_log"]
+    settings = served.service.settings(None)
+    assert not settings.server_header
+    assert not settings.date_header
+    assert not settings.access_log
+    assert served.workers == 1
     assert options["log_config"]["loggers"]["epd_proxy"]["level"] == "INFO"
     assert served.config == Config(decode="http://d:8000")
 
@@ -364,8 +379,8 @@ def test_an_interrupted_start_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -
     def interrupt(*args: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(uvicorn, "run", interrupt)
-    assert cli.main(["serve", *DECODE]) == 130
+    monkeypatch.setattr(cli, "run", interrupt)
+    assert cli.main(["serve", *DECODE, "--port", "0"]) == 130
 
 
 def test_simulate_serves_one_engine(served: Served) -> None:

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from epd_proxy import Config, ConfigError, EPDProxy, Role
+from epd_proxy import Config, ConfigError, EPDProxy, Role, asgi
 from tests.backends import Backends, Engine, ask, decoded, image, report, streamed
 from tests.driver import CHAT, Reply, call, chat, http_scope
 
@@ -28,15 +28,26 @@ TEXT = {"type": "text", "text": "hello"}
 STAGES = ("encode", "prefill", "decode")
 
 
+@pytest.fixture(params=[False, True], ids=["told by receive", "told by the server"], autouse=True)
+def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two ways in which a host tells that a caller has left."""
+    monkeypatch.setattr(Caller, "is_told_by_server", request.param)
+
+
 class Caller:
     """One request, driven by hand: the caller says what it says when the test says so."""
+
+    is_told_by_server = False
 
     def __init__(self, proxy: EPDProxy, body: Any, **headers: str) -> None:
         self.reply = Reply()
         self.content = json.dumps(body).encode()
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
+        self._word = asgi.Caller()
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         scope = http_scope("POST", CHAT, {"x-request-id": "r1", **names})
+        if self.is_told_by_server:
+            scope[asgi.CALLER] = self._word
         self.task = asyncio.create_task(self._run(proxy, scope))
         self.said = asyncio.Event()
 
@@ -52,6 +63,7 @@ class Caller:
         self._messages.put_nowait(message)
 
     def leaves(self) -> None:
+        self._word.leave()
         self._messages.put_nowait({"type": "http.disconnect"})
 
     async def ends(self) -> None:
@@ -265,6 +277,16 @@ async def test_a_request_that_has_ended_is_not_cancelled_afterwards() -> None:
     assert not caller.task.cancelled()
 
 
+async def test_a_caller_who_leaves_with_the_last_byte_of_the_body_gets_no_answer() -> None:
+    backends = Backends()
+    caller = Caller(backends.proxy(), ask(image()))
+    caller.speaks()
+    caller.leaves()
+    await caller.ends()
+    assert caller.reply.messages == []
+    assert backends.decode[0].requests == []
+
+
 async def test_leaving_with_the_last_bytes_neither_cancels_the_host_nor_is_an_error() -> None:
     proxy = Backends(encode=0).proxy()
     body = json.dumps(ask(TEXT)).encode()
@@ -422,7 +444,7 @@ async def test_without_a_key_that_is_known_it_is_a_401(
     reply = await call(backends.proxy(api_key=["a", "b"]), method, path, b"{", headers)
     assert (reply.status, reply.error["type"]) == (401, "authentication_error")
     assert reply.header("www-authenticate") == "Bearer"
-    assert [each for each in backends.router.calls] == []
+    assert list(backends.router.calls) == []
 
 
 async def test_a_caller_without_a_key_is_refused_before_the_body_is_read() -> None:

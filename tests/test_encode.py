@@ -183,7 +183,7 @@ async def test_items_count_in_an_encoders_load_until_their_call_has_ended() -> N
 
     backends.encode[0].route.mock(side_effect=note)
     await chat(proxy, ask(*pictures(3)))
-    assert seen[0] == 3
+    assert seen[0] == sum(len(json.dumps(picture["image_url"])) for picture in pictures(3))
     assert instance.load == 0
 
 

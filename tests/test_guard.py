@@ -316,7 +316,9 @@ async def test_a_stream_that_is_given_up_says_so_in_our_words() -> None:
     assert reply.error["message"] == (
         "the decode server gave up before it said anything: finish_reason abort"
     )
-    _, reply = await answered(trickled(ROLE, DONE))
+    for pieces in ([ROLE, DONE], [ROLE], []):
+        _, reply = await answered(trickled(*pieces))
+        assert reply.status == 502
     assert reply.error["message"] == ("the decode server ended its stream before it said anything")
     assert (reply.error["stage"], reply.error["request_id"]) == ("decode", "r1")
 

@@ -277,6 +277,17 @@ def test_on_trial_a_failure_is_no_reason_where_the_peers_fail_most_of_their_call
     assert role.ready == ready
 
 
+def test_a_trial_has_no_end_but_its_successes() -> None:
+    role = Role()
+    role.fail("a", 20)
+    role.wait(60)
+    role.succeed("b", 70)
+    role.fail("b", 30)
+    role.succeed("a", 2)
+    role.fail("a")
+    assert role.ready == "bc"
+
+
 def test_the_last_that_is_ready_is_not_ejected() -> None:
     role = Role(fail_threshold=1)
     role.probe("b-")
@@ -310,6 +321,20 @@ def test_whoever_is_ejected_is_better_than_nobody() -> None:
     role.fail("a", 20)
     role.probe("b-")
     assert role.ready == "a"
+
+
+def test_some_of_the_instances_have_a_best_of_their_own() -> None:
+    role = Role(fail_threshold=1)
+    role.health.refused("a")
+    role.fail("b", 20)
+    assert role.ready == "c"
+    assert role.health.best_of("ab") == ("a",)
+    assert role.health.best_of("b") == ("b",)
+    role.probe("b-")
+    assert role.health.best_of("b") == ()
+    # Asking changes nothing: the last is the last of the role.
+    role.fail("c", 20)
+    assert role.ready == "c"
 
 
 def test_an_unhealthy_one_that_is_ejected_too_stays_out_when_its_probe_succeeds() -> None:

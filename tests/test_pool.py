@@ -26,7 +26,7 @@ import trustme
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from epd_proxy.connection import Incoming
+from epd_proxy.connection import Incoming, Limits
 from epd_proxy.pool import ConnectionPool
 from tests.processes import unused_address
 from tests.wire import (
@@ -47,6 +47,7 @@ from tests.wire import (
 
 MB = 1 << 20
 URL = httpx.URL("http://engine/")
+GET = b"GET / HTTP/1.1\r\nhost: engine\r\n\r\n"
 
 
 @pytest.fixture(
@@ -1152,6 +1153,64 @@ async def test_silence_between_pieces_is_a_read_timeout_which_every_piece_puts_o
             with pytest.raises(httpx.ReadTimeout):
                 await anext(pieces)
         assert repr(client._transport) == EMPTY
+
+
+@pytest.mark.parametrize(
+    ("head", "idle"), [(None, 0.03), (LIMIT, 0.03), (0.03, LIMIT), (0.03, None)]
+)
+async def test_silence_before_the_head_and_between_pieces_have_limits_of_their_own(
+    head: float | None, idle: float | None
+) -> None:
+    async with wiring(WiredPool()) as pool:
+        limits = Limits(head=head, idle=idle)
+        call = asyncio.create_task(pool.send(pool.origin(URL), GET, [], limits))
+        wire = await wired(pool, 0)
+        if head != 0.03:
+            wire.connection.data_received(CHUNKED + chunk(b"x"))
+            pieces = aiter(await call)
+            assert await anext(pieces) == b"x"
+            with pytest.raises(httpx.ReadTimeout):
+                await anext(pieces)
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                await call
+
+
+async def test_the_limit_of_the_head_is_none_of_the_body() -> None:
+    async with wiring(WiredPool()) as pool:
+        call = asyncio.create_task(pool.send(pool.origin(URL), GET, [], Limits(head=0.05)))
+        wire = await wired(pool, 0)
+        wire.connection.data_received(CHUNKED)
+        incoming = await call
+        reading = asyncio.create_task(body_of(incoming))
+        await asyncio.sleep(0.1)
+        wire.connection.data_received(chunk(b"x") + b"0\r\n\r\n")
+        assert await reading == b"x"
+
+
+async def test_a_piece_of_the_request_that_is_not_taken_in_time_is_a_write_timeout() -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"x"
+
+    async with wiring(WiredPool()) as pool:
+        pool.is_slow = True
+        with pytest.raises(httpx.WriteTimeout):
+            await sent(pool, "POST", URL, [], pieces(), {"write": 0.02})
+
+
+async def test_who_asks_for_a_connection_gets_one_that_is_idle_unless_it_must_be_fresh() -> None:
+    async with wiring(WiredPool()) as pool:
+        call = asyncio.create_task(sent(pool, "GET", URL, [], [], {}))
+        wire = await wired(pool, 0)
+        wire.connection.data_received(answer())
+        await call
+        origin = pool.origin(URL)
+        used = await origin.take(Limits())
+        assert used is wire.connection
+        origin.give_back(used)
+        fresh = await origin.take(Limits(), fresh=True)
+        assert fresh is not used
+        fresh.abort()
 
 
 async def test_reader_may_take_his_time() -> None:

@@ -239,16 +239,19 @@ async def test_a_bug_in_what_is_told_shows_in_the_log(caplog: pytest.LogCaptureF
     assert "ZeroDivisionError" in caplog.text
 
 
-async def test_an_instance_that_stays_unhealthy_expires_once() -> None:
+async def test_an_instance_that_stays_unhealthy_expires_and_is_probed_until_it_is_removed() -> None:
     fleet = Fleet()
     fleet.well["a"] = False
-    async with probing(fleet, "a", "b", evicted_ttl=60, expires=True):
-        await asyncio.sleep(65)
-        assert fleet.forgotten == []
+    async with probing(fleet, "a", "b", evicted_ttl=60, expires=True) as prober:
+        await asyncio.sleep(110)
+        probed = len(fleet.times("a"))
+        prober.remove("a")
         await asyncio.sleep(1000)
-    assert fleet.forgotten == ["a"]
-    # Unhealthy since the first of them, for 60 s at the last.
-    assert 60 <= fleet.times("a")[-1] - fleet.times("a")[0] < 71
+    # Unhealthy since the first, so long enough with each that came 60 s later.
+    due = [time for time in fleet.times("a") if time >= fleet.times("a")[0] + 60]
+    assert 2 < len(due) < 6
+    assert fleet.forgotten == ["a"] * len(due)
+    assert len(fleet.times("a")) == probed
     assert len(fleet.times("b")) > 90
 
 
@@ -263,7 +266,7 @@ async def test_the_time_to_live_begins_anew_with_each_eviction() -> None:
         await asyncio.sleep(50)
         assert fleet.forgotten == []
         await asyncio.sleep(50)
-    assert fleet.forgotten == ["a"]
+    assert "a" in fleet.forgotten
 
 
 @pytest.mark.parametrize(("evicted_ttl", "expires"), [(60, False), (0, True)])
@@ -278,13 +281,11 @@ async def test_without_a_time_to_live_an_instance_is_probed_for_ever(
     assert len(fleet.times("a")) > 450
 
 
-@pytest.mark.parametrize("removes", [True, False])
-async def test_an_instance_that_expired_may_come_again(removes: bool) -> None:
+async def test_whoever_is_told_of_an_expiry_may_remove_the_instance_and_add_it_later() -> None:
     fleet = Fleet()
     fleet.well["a"] = False
     async with probing(fleet, "a", evicted_ttl=60, expires=True) as prober:
-        if removes:
-            fleet.on_forgotten = prober.remove
+        fleet.on_forgotten = prober.remove
         await asyncio.sleep(200)
         before = len(fleet.times("a"))
         assert before < 10

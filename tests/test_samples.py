@@ -6,6 +6,7 @@ The wire samples, each sent through a whole proxy: what did every engine receive
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx

@@ -312,7 +312,7 @@ def test_fleets_of_several_models_stay_known_side_by_side(made: list[object]) ->
 
 
 class Watched(Instance):
-    __slots__ = ("__weakref__",)
+    __slots__ = ()
 
 
 def test_affinity_forgets_instances_that_are_gone() -> None:

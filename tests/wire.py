@@ -211,7 +211,9 @@ async def sent(
 ) -> Incoming:
     """An answer whose head is there."""
     head = head_of(method, url, fields)
-    return await pool.send(pool.origin(url), head, body, Limits.of(timeouts), is_head=method == "HEAD")
+    return await pool.send(
+        pool.origin(url), head, body, Limits.of(timeouts), is_head=method == "HEAD"
+    )
 
 
 async def settled(count: Callable[[], int]) -> int:

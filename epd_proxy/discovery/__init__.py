@@ -11,20 +11,17 @@ refuses it. What cannot be read or reached leaves the fleet as it is.
 """
 
 from epd_proxy.discovery.files import FileSource
-from epd_proxy.discovery.names import NameSource, is_name, normalised_name
-from epd_proxy.discovery.sources import Source, Spec, Tell
-from epd_proxy.discovery.store import Away, Conflict, Entry, Store
+from epd_proxy.discovery.names import NameSource, normalised_name
+from epd_proxy.discovery.sources import Source, Tell
+from epd_proxy.discovery.store import Away, Entry, Store
 
 __all__ = [
     "Away",
-    "Conflict",
     "Entry",
     "FileSource",
     "NameSource",
     "Source",
-    "Spec",
     "Store",
     "Tell",
-    "is_name",
     "normalised_name",
 ]

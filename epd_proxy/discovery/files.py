@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from epd_proxy.discovery.sources import Source, Spec, Tell
+from epd_proxy.discovery.sources import Source, Tell
+from epd_proxy.registry import Spec
 
 
 class _Version(NamedTuple):

@@ -21,10 +21,11 @@ from urllib.parse import urlsplit
 
 from msgspec import structs
 
-from epd_proxy.config import flag_name, normalised_url
+from epd_proxy.config import flag_name, is_name, normalised_url
 from epd_proxy.discovery.resolvers import DNSResolver, Found, Resolver, SystemResolver
-from epd_proxy.discovery.sources import Source, Spec, Tell
+from epd_proxy.discovery.sources import Source, Tell
 from epd_proxy.errors import ConfigError
+from epd_proxy.registry import Kind, Spec
 
 _DNS, _SRV = "dns+", "srv+"
 
@@ -33,11 +34,6 @@ _SHORTEST, _LONGEST = 1.0, 60.0
 _AFTER_A_FAILURE = 2.0
 _LIMIT = 5.0
 """Seconds for one look-up."""
-
-
-def is_name(url: str) -> bool:
-    """Whether the URL is one to look up."""
-    return url.startswith(_DNS)
 
 
 def normalised_name(text: str) -> str:
@@ -92,16 +88,24 @@ def _is_address(host: str) -> bool:
 class _Watched:
     """What is known of a name."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Spec, urls: frozenset[str] = frozenset()) -> None:
+        try:
+            self.name = _Name.of(spec.url)
+        except ValueError as exc:
+            raise ConfigError(_flag(spec), str(exc)) from None
         if spec.ec_zmq_addrs:
-            raise ValueError(f"{spec.url!r}: instances behind one name cannot share push addresses")
+            reason = f"{spec.url!r}: instances behind one name cannot share push addresses"
+            raise ConfigError(_flag(spec), reason)
         self.spec = spec
-        self.name = _Name.of(spec.url)
-        self.urls: frozenset[str] = frozenset()
+        self.urls = urls
         self.pause = _AFTER_A_FAILURE
 
     def specs(self) -> list[Spec]:
         return [structs.replace(self.spec, url=url) for url in sorted(self.urls)]
+
+
+def _flag(spec: Spec) -> str:
+    return flag_name("decode" if spec.role is Kind.PREFILL_DECODE else spec.role)
 
 
 class NameSource(Source):
@@ -111,6 +115,8 @@ class NameSource(Source):
     What else a spec says holds for each of its instances. They are told in the order of the names
     and, within one, of their URLs. A look-up that fails or finds nothing leaves a name's instances
     as they are; one that is incomplete adds some and takes none away.
+
+    Raises ConfigError for names that cannot stand for instances.
     """
 
     def __init__(
@@ -119,6 +125,7 @@ class NameSource(Source):
         super().__init__("DNS", tell)
         self._watched = [_Watched(spec) for spec in names]
         self._resolver = resolver or self._best_resolver()
+        self._turn = asyncio.Lock()
 
     def _best_resolver(self) -> Resolver:
         try:
@@ -127,14 +134,29 @@ class NameSource(Source):
             for one in self._watched:
                 if one.name.is_service:
                     reason = f"{one.spec.url} needs dnspython: pip install 'epd-proxy[dns]'"
-                    raise ConfigError(flag_name(one.spec.role), reason) from None
+                    raise ConfigError(_flag(one.spec), reason) from None
             return SystemResolver()
 
     async def start(self) -> None:
-        await asyncio.gather(*map(self._look, self._watched))
-        self._say(self._specs())
-        for one in self._watched:
-            self._repeat(partial(self._look_again, one))
+        await self.watch([one.spec for one in self._watched])
+
+    async def watch(self, names: Sequence[Spec]) -> None:
+        """
+        Other names from now on, told as one change when the new ones have been looked up.
+
+        Raises ConfigError like the constructor; then nothing has changed.
+        """
+        async with self._turn:
+            known = {one.spec.url: one.urls for one in self._watched}
+            watched = [_Watched(spec, known.get(spec.url, frozenset())) for spec in names]
+            await asyncio.gather(*map(self._look, watched))
+            await self.aclose()
+            self._watched = watched
+            for gone in known.keys() - {one.spec.url for one in watched}:
+                self._note(gone, "")
+            self._say(self._specs())
+            for one in watched:
+                self._repeat(partial(self._look_again, one))
 
     async def _look_again(self, one: _Watched) -> None:
         await asyncio.sleep(one.pause)
@@ -165,9 +187,13 @@ class NameSource(Source):
         return await self._resolver.addresses(name.host)
 
     def _specs(self) -> list[Spec]:
-        """Two names may lead to one instance."""
-        found: dict[tuple[str, str], Spec] = {}
+        """Two names may lead to one instance, which then has the role that the first one says."""
+        found: dict[str, Spec] = {}
+        wrong = ""
         for one in self._watched:
             for spec in one.specs():
-                found.setdefault((spec.role, spec.url), spec)
+                first = found.setdefault(spec.url, spec)
+                if first.role is not spec.role:
+                    wrong = f"{spec.url} is found as {first.role} and as {spec.role}"
+        self._note("roles", wrong)
         return list(found.values())

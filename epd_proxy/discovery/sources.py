@@ -8,27 +8,13 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal
 
-from msgspec import Struct
+from epd_proxy.registry import Spec
 
 logger = logging.getLogger("epd_proxy")
 
 _AFTER_A_BUG = 1.0
 """Seconds."""
-
-
-class Spec(Struct, frozen=True):
-    """PROVISIONAL, until ``epd_proxy.registry`` has it: one engine as a source declares it."""
-
-    role: Literal["encode", "prefill", "decode", "prefill_decode"]
-    url: str
-    weight: float = 1.0
-    dp_size: int = 1
-    ec_zmq_addrs: tuple[str, ...] = ()
-    models: tuple[str, ...] = ()
-    labels: dict[str, str] = {}
-
 
 Tell = Callable[[Sequence[Spec]], None]
 """Takes all that a source declares; raises ValueError if the fleet is refused as a whole."""
@@ -47,7 +33,7 @@ class Source(ABC):
         self._tell = tell
         self._told: list[Spec] | None = None
         self._reasons: dict[str, str] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def problem(self) -> str:
@@ -58,10 +44,11 @@ class Source(ABC):
     async def start(self) -> None: ...
 
     async def aclose(self) -> None:
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # More than once: `asyncio.wait_for` loses a cancellation at times, before Python 3.12.
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            _, self._tasks = await asyncio.wait(self._tasks, timeout=0.1)
 
     def _say(self, specs: Sequence[Spec]) -> None:
         """Nothing that was said before, unless it was refused: the rest of the fleet moves too."""
@@ -89,7 +76,7 @@ class Source(ABC):
             logger.info("%s: over: %s", self.name, before)
 
     def _repeat(self, step: Callable[[], Awaitable[None]]) -> None:
-        self._tasks.append(asyncio.create_task(self._forever(step)))
+        self._tasks.add(asyncio.create_task(self._forever(step)))
 
     async def _forever(self, step: Callable[[], Awaitable[None]]) -> None:
         while True:

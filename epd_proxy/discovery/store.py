@@ -13,7 +13,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
@@ -21,8 +21,9 @@ from msgspec import Struct
 
 from epd_proxy.config import normalised_url
 from epd_proxy.discovery import scripts
-from epd_proxy.discovery.sources import Source, Spec, Tell
-from epd_proxy.errors import ConfigError, ProxyError, RawHeaders, RequestError
+from epd_proxy.discovery.sources import Source, Tell
+from epd_proxy.errors import ConfigError, Conflict, Overloaded
+from epd_proxy.registry import Spec
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -38,18 +39,8 @@ _LIMIT = 1.0
 _LONGEST_TTL = 366 * 86400.0
 
 
-class Conflict(RequestError):
-    """The fleet cannot have this instance beside those it has."""
-
-    status = 409
-
-
-class Away(ProxyError):
+class Away(Overloaded):
     """Redis cannot be reached, or refuses; nothing was changed, as far as is known."""
-
-    status = 503
-    type = "overloaded_error"
-    headers: ClassVar[RawHeaders] = [(b"retry-after", b"1")]
 
 
 class Entry(Struct, frozen=True, omit_defaults=True):
@@ -116,8 +107,8 @@ class Store(Source):
 
         Raises Conflict, and ValueError for a ``ttl`` that is none.
         """
-        if ttl is not None and not 0 < ttl <= _LONGEST_TTL:
-            raise ValueError(f"a ttl of {ttl:g} seconds is not above 0, or too long")
+        if ttl is not None and not 0 < ttl < math.inf:
+            raise ValueError(f"a ttl of {ttl:g} seconds is not above 0, or not finite")
         answer = await self._ask(scripts.REGISTER, *_stored(Entry(spec, ttl)))
         if isinstance(answer, list):
             url, role = (word.decode() for word in answer)
@@ -236,7 +227,7 @@ async def _some(news: PubSub) -> None:
 def _stored(entry: Entry) -> list[str]:
     """An entry as the scripts take it."""
     spec, ttl = entry.spec, entry.ttl
-    expiry = "" if ttl is None else str(math.ceil(ttl * 1000))
+    expiry = "" if ttl is None else str(math.ceil(min(ttl, _LONGEST_TTL) * 1000))
     text = msgspec.json.encode(entry, order="deterministic").decode()
     return [spec.url, spec.role, text, expiry]
 

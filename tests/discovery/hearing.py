@@ -5,10 +5,12 @@ What a source is tested with: an ear in the registry's place.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from epd_proxy.discovery import Source, Spec
+from epd_proxy.discovery import Source
+from epd_proxy.registry import Spec
 
 LIMIT = 10
 """Seconds after which a test has hung."""
@@ -45,10 +47,14 @@ class Ear:
 
 
 async def eventually(is_so: Callable[[], object], within: float = LIMIT) -> None:
-    """For what nobody tells of."""
+    """For what nobody tells of; ``is_so`` may be a coroutine function."""
     async with asyncio.timeout(within):
-        while not is_so():  # noqa: ASYNC110 - there is no event
+        while not await _result(is_so()):  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.01)
+
+
+async def _result(value: object) -> object:
+    return await value if inspect.isawaitable(value) else value
 
 
 @asynccontextmanager

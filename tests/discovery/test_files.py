@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from epd_proxy.discovery import FileSource, Spec
+from epd_proxy.discovery import FileSource
+from epd_proxy.registry import Kind, Spec
 from tests.discovery.hearing import Ear, started
 from tests.test_admission import LeapingLoop
 
@@ -23,7 +24,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 
 def read(path: Path) -> Sequence[Spec]:
-    return [Spec("decode", url) for url in json.loads(path.read_text())]
+    return [Spec(Kind.DECODE, url) for url in json.loads(path.read_text())]
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ async def test_the_file_has_been_told_when_start_returns(path: Path) -> None:
     ear = Ear()
 
     async with started(source := FileSource(path, read, ear)):
-        assert ear.fleets == [[Spec("decode", A)]]
+        assert ear.fleets == [[Spec(Kind.DECODE, A)]]
         assert source.problem == ""
 
 
@@ -91,7 +92,7 @@ async def test_a_config_map_that_swaps_its_symlink_is_read(tmp_path: Path) -> No
         (tmp_path / "..next").rename(tmp_path / "..data")
         await asyncio.sleep(2)
 
-        assert ear.fleets == [[Spec("decode", A)], [Spec("decode", B)]]
+        assert ear.fleets == [[Spec(Kind.DECODE, A)], [Spec(Kind.DECODE, B)]]
 
 
 async def test_a_file_that_another_is_renamed_over_is_read(path: Path) -> None:

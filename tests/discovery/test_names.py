@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from epd_proxy.discovery import NameSource, Spec, is_name, normalised_name
+from epd_proxy.discovery import NameSource, normalised_name
 from epd_proxy.discovery.resolvers import DNSResolver, Found, SystemResolver
 from epd_proxy.errors import ConfigError
+from epd_proxy.registry import Kind, Spec
 from tests.discovery.hearing import Ear, started
 from tests.test_admission import LeapingLoop
 
-ENCODE = Spec("encode", "dns+http://encode.svc:8000")
-SERVICE = Spec("decode", "dns+srv+http://_http._tcp.decode.svc")
+ENCODE = Spec(Kind.ENCODE, "dns+http://encode.svc:8000")
+SERVICE = Spec(Kind.DECODE, "dns+srv+http://_http._tcp.decode.svc")
 
 
 @pytest.fixture
@@ -67,7 +68,6 @@ def resolver() -> Scripted:
 def test_a_name_has_one_spelling(text: str, spelling: str) -> None:
     assert normalised_name(text) == spelling
     assert normalised_name(spelling) == spelling
-    assert is_name(text)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_name_that_cannot_stand_for_instances_is_refused(text: str, reason: st
 
 
 def test_instances_behind_one_name_cannot_share_push_addresses(resolver: Scripted) -> None:
-    name = Spec("prefill_decode", ENCODE.url, ec_zmq_addrs=("tcp://a:1",))
+    name = Spec(Kind.PREFILL_DECODE, ENCODE.url, ec_zmq_addrs=("tcp://a:1",))
 
     with pytest.raises(ValueError, match="cannot share push addresses"):
         NameSource([name], Ear(), resolver=resolver)
@@ -98,12 +98,14 @@ def test_instances_behind_one_name_cannot_share_push_addresses(resolver: Scripte
 
 async def test_every_address_is_an_instance_with_what_its_name_says(resolver: Scripted) -> None:
     ear = Ear()
-    name = Spec("encode", "dns+http://encode.svc:8000/p", 2.5, models=("m",), labels={"zone": "a"})
+    name = Spec(
+        Kind.ENCODE, "dns+http://encode.svc:8000/p", 2.5, models=("m",), labels={"zone": "a"}
+    )
     resolver.say("encode.svc", "10.0.0.1", "[fd00::1]")
 
     async with started(source := NameSource([name], ear, resolver=resolver)):
         assert ear.fleet == [
-            Spec("encode", f"http://{host}:8000/p", 2.5, models=("m",), labels={"zone": "a"})
+            Spec(Kind.ENCODE, f"http://{host}:8000/p", 2.5, models=("m",), labels={"zone": "a"})
             for host in ("10.0.0.1", "[fd00::1]")
         ]
         assert source.problem == ""
@@ -132,18 +134,66 @@ async def test_the_order_of_the_records_changes_nothing(resolver: Scripted) -> N
 
 async def test_names_are_told_in_their_order_and_an_instance_once(resolver: Scripted) -> None:
     ear = Ear()
-    other = Spec("encode", "dns+http://another.svc:8000", 9)
-    decode = Spec("decode", "dns+http://another.svc:8000")
+    other = Spec(Kind.ENCODE, "dns+http://another.svc:8000", 9)
     resolver.say("another.svc", "10.0.0.2", "10.0.0.0")
 
-    async with started(NameSource([ENCODE, other, decode], ear, resolver=resolver)):
+    async with started(NameSource([ENCODE, other], ear, resolver=resolver)):
         assert [(spec.role, spec.url, spec.weight) for spec in ear.fleet] == [
             ("encode", "http://10.0.0.1:8000", 1),
             ("encode", "http://10.0.0.2:8000", 1),
             ("encode", "http://10.0.0.0:8000", 9),
-            ("decode", "http://10.0.0.0:8000", 1),
-            ("decode", "http://10.0.0.2:8000", 1),
         ]
+
+
+async def test_an_instance_that_is_found_in_two_roles_keeps_the_first(resolver: Scripted) -> None:
+    ear = Ear()
+    decode = Spec(Kind.DECODE, "dns+http://another.svc:8000")
+    resolver.say("another.svc", "10.0.0.2", "10.0.0.3", ttl=1)
+
+    async with started(source := NameSource([ENCODE, decode], ear, resolver=resolver)):
+        assert [spec.role for spec in ear.fleet] == ["encode", "encode", "decode"]
+        assert source.problem == "http://10.0.0.2:8000 is found as encode and as decode"
+
+        resolver.say("another.svc", "10.0.0.3")
+        await asyncio.sleep(2)
+        assert source.problem == ""
+
+
+async def test_other_names_are_told_as_one_change_that_keeps_what_is_known(
+    resolver: Scripted,
+) -> None:
+    ear = Ear()
+    gone = Spec(Kind.PREFILL, "dns+http://gone.svc:1")
+    new = Spec(Kind.DECODE, "dns+http://new.svc:1")
+    resolver.found["gone.svc"] = OSError("NXDOMAIN for A")
+    resolver.say("new.svc", "10.0.0.9", ttl=1)
+
+    async with started(source := NameSource([ENCODE, gone], ear, resolver=resolver)):
+        resolver.found["encode.svc"] = OSError("SERVFAIL for A")
+        await source.watch([Spec(Kind.ENCODE, ENCODE.url, 3), new])
+
+        assert len(ear.fleets) == 2
+        assert [(spec.url, spec.weight) for spec in ear.fleet] == [
+            ("http://10.0.0.1:8000", 3),
+            ("http://10.0.0.2:8000", 3),
+            ("http://10.0.0.9:1", 1),
+        ]
+        assert source.problem == f"{ENCODE.url}: look-up failed: SERVFAIL for A"
+        asked = resolver.asked["gone.svc"]
+        resolver.say("new.svc", "10.0.0.8")
+        await asyncio.sleep(10)
+        assert ear.urls[-1] == "http://10.0.0.8:1"
+        assert resolver.asked["gone.svc"] == asked
+
+
+async def test_names_that_cannot_be_watched_change_nothing(resolver: Scripted) -> None:
+    async with started(source := NameSource([ENCODE], ear := Ear(), resolver=resolver)):
+        with pytest.raises(ConfigError, match="^--decode: .*certificates"):
+            await source.watch([Spec(Kind.PREFILL_DECODE, "dns+https://decode.svc")])
+
+        resolver.say("encode.svc", "10.0.0.7")
+        await asyncio.sleep(31)
+        assert ear.urls == ["http://10.0.0.7:8000"]
 
 
 @pytest.mark.parametrize(("ttl", "seconds"), [(0, 1), (1, 1), (20, 20), (60, 60), (86400, 60)])
@@ -180,7 +230,7 @@ async def test_a_look_up_that_gives_nothing_of_use_keeps_the_last_answer(
 ) -> None:
     caplog.set_level(logging.INFO, "epd_proxy")
     ear = Ear()
-    name = Spec("encode", "dns+srv+http://encode.svc")
+    name = Spec(Kind.ENCODE, "dns+srv+http://encode.svc")
     resolver.say("encode.svc", "pod-0:8000", "pod-1:8000", ttl=1)
 
     async with started(source := NameSource([name], ear, resolver=resolver)):
@@ -216,7 +266,7 @@ async def test_a_name_that_fails_at_the_start_does_not_hold_back_the_others(
     resolver: Scripted,
 ) -> None:
     ear = Ear()
-    missing = Spec("decode", "dns+http://missing.svc:1")
+    missing = Spec(Kind.DECODE, "dns+http://missing.svc:1")
     resolver.found["missing.svc"] = OSError("NXDOMAIN for A")
 
     async with started(source := NameSource([missing, ENCODE], ear, resolver=resolver)):

@@ -15,8 +15,9 @@ import dns.rdatatype
 import dns.rrset
 import pytest
 
-from epd_proxy.discovery import NameSource, Spec
+from epd_proxy.discovery import NameSource
 from epd_proxy.discovery.resolvers import DNSResolver, Found, SystemResolver
+from epd_proxy.registry import Kind, Spec
 from tests.discovery.hearing import Ear, eventually, started
 
 NAME = "encode.svc.test"
@@ -151,7 +152,7 @@ async def test_a_service_that_is_not_offered_has_no_hosts() -> None:
 
 async def test_the_fleet_follows_the_records() -> None:
     ear = Ear()
-    name = Spec("encode", f"dns+http://{NAME}:8000")
+    name = Spec(Kind.ENCODE, f"dns+http://{NAME}:8000")
     async with serving() as (server, resolver):
         server.say("A", "10.0.0.1", ttl=1)
         async with started(source := NameSource([name], ear, resolver=resolver)):
