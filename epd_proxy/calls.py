@@ -62,6 +62,8 @@ class Calls:
         self._forwarded = Forwarded(exchange.headers, fleet.config)
         self._replicas: dict[Instance, Replica] = {}
         self._failed: set[Instance] = set()
+        self._full: set[Instance] = set()
+        """Those that sent this request elsewhere: they are not asked again."""
 
     async def has(self, role: Role) -> bool:
         """
@@ -82,7 +84,9 @@ class Calls:
 
     def pick(self, role: Role, key: str | None = None) -> Instance:
         """One that has not failed this request, if there is one. Raises NoInstance (503)."""
-        return self._selection.pick(role, key, model=self._model, avoid=self._failed)
+        return self._selection.pick(
+            role, key, model=self._model, avoid=self._failed, never=self._full
+        )
 
     def replica(self, instance: Instance) -> Replica:
         """Chosen once, so that encode and the consumer mean the same, on a retry too."""
@@ -112,7 +116,11 @@ class Calls:
                     raise
                 logger.info("request %s: %s", self.exchange.request_id, failure.log_line())
                 instance = self._selection.pick(
-                    instance.role, key, model=self._model, avoid=self._failed, never=refused
+                    instance.role,
+                    key,
+                    model=self._model,
+                    avoid=self._failed,
+                    never=self._full.union(refused),
                 )
                 lease.move(instance)
 
@@ -121,7 +129,7 @@ class Calls:
         assert isinstance(instance, Instance)
         self._failed.add(instance)
         ready = self._registry.ready(instance.role, self._model)
-        return any(one not in (refused or self._failed) for one in ready)
+        return any(one not in self._full.union(refused or self._failed) for one in ready)
 
     async def redo(self, failure: UpstreamError, attempt: int) -> None:
         """
@@ -140,8 +148,11 @@ class Calls:
         if failure.redo is Redo.NEVER:
             return False
         others = self.turn_away(failure.engine)
-        if failure.redo is Redo.ELSEWHERE and not others:
-            return False
+        if failure.redo is Redo.ELSEWHERE:
+            assert isinstance(failure.engine, Instance)
+            self._full.add(failure.engine)
+            if not others:
+                return False
         return self._fleet.budget.may_redo()
 
     async def ask(self, instance: Instance, name: str, body: Sequence[Buffer]) -> bytes:

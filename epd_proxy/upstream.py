@@ -242,10 +242,13 @@ class Answer:
             while piece := await self.pull():
                 content += piece
                 if len(content) > limit:
-                    return content, False
-            return self._plain(content) if self.is_encoded else content, True
+                    break
+            else:
+                return self._plain(content) if self.is_encoded else content, True
         except UpstreamError:
-            return content, False
+            pass
+        # Half of what is compressed says nothing.
+        return b"" if self.is_encoded else content, False
 
     def _plain(self, content: bytes) -> bytes:
         try:
