@@ -66,7 +66,8 @@ class Admin:
         content: dict[str, object] = {"proxy": "healthy"}
         content |= {f"{role}_cluster": state for role, state in states.items()}
         if problems := self._keeper.problems():
-            content["sources"] = problems
+            hidden = {name.split()[0]: "in trouble, the log says why" for name in problems}
+            content["sources"] = problems if self._config.expose_topology else hidden
         is_well = "unhealthy" not in states.values()
         if self._door.is_closing:
             content["proxy"], is_well = "shutting down", False

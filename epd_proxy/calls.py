@@ -21,6 +21,7 @@ from epd_proxy.errors import (
     Engine,
     EngineError,
     Exhausted,
+    NoInstance,
     RawHeaders,
     Redo,
     Unreachable,
@@ -113,6 +114,9 @@ class Calls:
             except Unreachable as failure:
                 refused.append(instance)
                 if not self.turn_away(instance, refused):
+                    if instance.is_removed:
+                        reason = f"no {instance.role} server is ready"
+                        raise NoInstance(reason, stage=instance.role) from None
                     raise
                 logger.info("request %s: %s", self.exchange.request_id, failure.log_line())
                 instance = self._selection.pick(

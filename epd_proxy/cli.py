@@ -13,7 +13,7 @@ import copy
 import logging
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,15 +204,22 @@ def serve(**values: Any) -> int:
 
 
 class Reread:
-    """Reads the configuration file again: ``roles`` are those whose instances it may set."""
+    """
+    Reads the configuration file again.
 
-    def __init__(self, config: Config, roles: Sequence[str]) -> None:
+    ``roles`` are those whose instances it may set, ``known`` the keys that it may hold.
+    """
+
+    def __init__(self, config: Config, roles: Sequence[str], known: Collection[str]) -> None:
         self._config = config
         self._roles = roles
+        self._known = known
 
     def __call__(self, path: Path) -> Config:
         """Raises ValueError, OSError."""
         values = tomllib.loads(path.read_text(encoding="utf-8"))
+        if unknown := values.keys() - set(self._known):
+            raise ValueError(f"unknown keys {', '.join(sorted(unknown))}")
         fields = {name: getattr(self._config, name) for name in self._config.__struct_fields__}
         for role in self._roles:
             fields[role] = values.get(role, values.get(f"{role}_servers_urls", ()))
@@ -226,7 +233,9 @@ def _file_of(config: Config) -> tuple[Path, Reread] | None:
         return None
     below = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
     roles = [role for role in _ROLES if context.get_parameter_source(role) in below]
-    return path, Reread(config, roles)
+    spellings = [spelling for option in context.command.params for spelling in option.opts]
+    known = [spelling.removeprefix("--").replace("-", "_") for spelling in spellings]
+    return path, Reread(config, roles, known)
 
 
 def _keep_alive_of_engines() -> dict[str, float]:

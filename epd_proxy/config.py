@@ -60,6 +60,11 @@ def engine_url(text: str) -> str:
     if not is_name(text):
         return normalised_url(text)
     prefix = "dns+srv+" if text.startswith("dns+srv+") else "dns+"
+    if text.startswith("dns+https:"):
+        raise ValueError(
+            f"{text!r}: DNS gives addresses, and certificates are made out to names; write"
+            " https://, or dns+srv+https:// for SRV records"
+        )
     return prefix + normalised_url(text.removeprefix(prefix))
 
 
@@ -78,8 +83,9 @@ def normalised_url(text: str) -> str:
         raise ValueError(f"{text!r} must not hold a query or a fragment")
     if not parts.hostname:
         raise ValueError(f"{text!r} has no host")
+    hostname = parts.hostname
     if "[" in parts.netloc:
-        ipaddress.IPv6Address(parts.hostname)
+        hostname = ipaddress.IPv6Address(parts.hostname).compressed
     elif not _HOST.fullmatch(parts.hostname):
         raise ValueError(f"{text!r}: {parts.hostname!r} is no host")
     try:
@@ -88,7 +94,7 @@ def normalised_url(text: str) -> str:
         raise ValueError(f"{text!r}: {exc}") from None
     if port == 0:
         raise ValueError(f"{text!r}: port 0 cannot be called")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    host = f"[{hostname}]" if ":" in hostname else hostname
     if port is not None and port != _DEFAULT_PORTS[parts.scheme]:
         host = f"{host}:{port}"
     return f"{parts.scheme}://{host}{parts.path.rstrip('/')}"

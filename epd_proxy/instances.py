@@ -25,14 +25,16 @@ from msgspec import Struct
 
 from epd_proxy.admission import Keys
 from epd_proxy.asgi import Exchange, Patience
-from epd_proxy.config import Config, normalised_url
+from epd_proxy.config import Config, is_name, normalised_url
 from epd_proxy.errors import Conflict, Forbidden, NotFound, RawHeaders, RequestError, Unprocessable
 from epd_proxy.keeper import Keeper
 from epd_proxy.payload import NO_JSON
 from epd_proxy.registry import API, FleetConflict, Instance, Kind, Registry, Spec
+from epd_proxy.upstream import check_address
 
 _JSON: RawHeaders = [(b"content-type", b"application/json")]
 _MOST_BYTES = 1 << 20
+_PORTS = {"http": 80, "https": 443}
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -67,13 +69,13 @@ class Instances:
     def __init__(self, config: Config, registry: Registry, keys: Keys, keeper: Keeper) -> None:
         self._registry = registry
         self._keys = keys
+        self._keeper = keeper
         self._store = keeper.store
         self._key = config.admin_api_key.encode()
         self._is_open = config.is_open and bool(self._key)
         self._networks = [ipaddress.ip_network(each) for each in config.allowed_instance_networks]
         self._drain_timeout = config.drain_timeout or None
         self._patience = Patience(config.body_timeout)
-        self._expiries: dict[str, asyncio.TimerHandle] = {}
 
     async def show(self, exchange: Exchange) -> None:
         """Raises Unauthorized (401) where callers need keys; the admin's will do as well."""
@@ -95,6 +97,9 @@ class Instances:
             spec = given.spec()
             if given.ttl is not None and not 0 < given.ttl < float("inf"):
                 raise ValueError(f"a ttl of {given.ttl:g} seconds")
+            if is_name(spec.url):
+                raise ValueError(f"{spec.url} is a name to look up, not an engine's own URL")
+            check_address(Instance.of(spec))
             self._check_address(spec.url, exchange)
         except NO_JSON as exc:
             raise Unprocessable(str(exc)) from None
@@ -106,7 +111,7 @@ class Instances:
                 is_new = await self._store.register(spec, given.ttl)
             else:
                 is_new = self._registry.register(API, spec)
-                self._expire(spec.url, given.ttl)
+                self._registry.expire(spec.url, given.ttl)
         except FleetConflict as exc:
             raise Conflict(str(exc)) from None
         await self._answer(exchange, {"registered": is_new})
@@ -121,7 +126,6 @@ class Instances:
                 removed = await self._store.deregister(url)
             else:
                 removed = self._registry.deregister(API, url)
-                self._expire(url, None)
         except FleetConflict as exc:
             raise Conflict(str(exc)) from None
         await self._answer(exchange, {"removed": removed})
@@ -135,10 +139,12 @@ class Instances:
         self._check_admin(exchange)
         instance = self._find(_url_of(exchange))
         await self._set_draining(instance.url, True)
+        drained = False
         with suppress(TimeoutError):
             async with asyncio.timeout(self._drain_timeout):
-                await instance.idle()
-        await self._answer(exchange, {"drained": not instance.load, "load": instance.load})
+                await self._keeper.idle(instance)
+                drained = True
+        await self._answer(exchange, {"drained": drained, "load": instance.load})
 
     async def undrain(self, exchange: Exchange) -> None:
         self._check_admin(exchange)
@@ -178,27 +184,15 @@ class Instances:
             address = ipaddress.ip_address(host)
             if not any(address in network for network in self._networks):
                 raise ValueError(f"{host} is in none of the networks that are allowed")
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        server = exchange.scope.get("server") or ("", None)
-        own_hosts = {server[0], urlsplit(f"//{exchange.header(b'host')}").hostname}
-        if own_hosts & set(_LOOPBACK):
-            own_hosts |= set(_LOOPBACK)
-        if host in own_hosts and port == server[1]:
-            raise ValueError(f"{url} is the proxy itself")
-
-    def _expire(self, url: str, ttl: float | None) -> None:
-        """Forgets the instance unless it registers again in time."""
-        timer = self._expiries.pop(url, None)
-        if timer is not None:
-            timer.cancel()
-        if ttl is not None:
-            loop = asyncio.get_running_loop()
-            self._expiries[url] = loop.call_later(ttl, self._forget, url)
-
-    def _forget(self, url: str) -> None:
-        del self._expiries[url]
-        with suppress(FleetConflict):
-            self._registry.deregister(API, url)
+        given = urlsplit(f"//{exchange.header(b'host')}")
+        default = 443 if exchange.scope.get("scheme") == "https" else 80
+        for own, port in (
+            exchange.scope.get("server") or ("", None),
+            (given.hostname, given.port or default),
+        ):
+            hosts = _LOOPBACK if own in _LOOPBACK else (own,)
+            if host in hosts and port == (parts.port or _PORTS.get(parts.scheme)):
+                raise ValueError(f"{url} is the proxy itself")
 
     async def _answer(self, exchange: Exchange, content: Mapping[str, object]) -> None:
         await exchange.respond(200, _JSON, msgspec.json.encode(content))

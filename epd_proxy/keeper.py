@@ -7,18 +7,26 @@ Probes ask every instance whether it is well; sources (names, a file, Redis) tel
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import logging
+import secrets
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from epd_proxy.config import Config, is_name
-from epd_proxy.discovery import FileSource, NameSource, Source, Store
+from epd_proxy.discovery import Away, FileSource, NameSource, Source, Store
 from epd_proxy.errors import ConfigError, UpstreamError
 from epd_proxy.probes import Prober
 from epd_proxy.registry import API, FLAGS, Instance, Registry, Spec, specs_of
 from epd_proxy.upstream import Upstream
 
+logger = logging.getLogger("epd_proxy")
+
 NAMES = "dns"
+_SECONDS_TO_SEE = 1.0
+"""Within which all proxies of one Redis have seen a change."""
 
 
 class Keeper:
@@ -47,16 +55,32 @@ class Keeper:
             evicted_ttl=config.evicted_ttl,
         )
         self._probed: set[Instance] = set()
-        self.store = store_of(config, registry)
-        names = [spec for spec in specs_of(config) if is_name(spec.url)]
-        self._names = NameSource(names, partial(registry.sync, NAMES)) if names else None
-        self._file = None
-        if file is not None:
-            path, read = file
-            self._file = FileSource(path, lambda path: specs_of(read(path)), self._declare)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._member = secrets.token_hex(8)
+        self.store = self._store()
+        self._names, self._file = self._declared(file)
         found: list[Source | None] = [self._names, self._file, self.store]
         self._sources: Sequence[Source] = [source for source in found if source is not None]
         self._start: asyncio.Task[None] | None = None
+
+    def _store(self) -> Store | None:
+        """Raises ConfigError."""
+        if not self._config.registry:
+            return None
+        return Store(self._config.registry, partial(self._registry.sync, API), self._drained)
+
+    def _declared(
+        self, file: tuple[Path, Callable[[Path], Config]] | None
+    ) -> tuple[NameSource | None, FileSource | None]:
+        """What looks up names, and what reads the file, which may bring others."""
+        names = [spec for spec in specs_of(self._config) if is_name(spec.url)]
+        if not names and file is None:
+            return None, None
+        looked_up = NameSource(names, partial(self._registry.sync, NAMES))
+        if file is None:
+            return looked_up, None
+        path, read = file
+        return looked_up, FileSource(path, lambda path: specs_of(read(path)), self._declare)
 
     def start(self) -> None:
         self._registry.watchers.append(self._follow)
@@ -79,12 +103,23 @@ class Keeper:
         """What is wrong with the sources, by their names."""
         return {source.name: source.problem for source in self._sources if source.problem}
 
+    async def idle(self, instance: Instance) -> None:
+        """Until no work is in progress there, in whichever process."""
+        await instance.idle()
+        if self.store is not None:
+            # Until everybody has seen that it is drained, and has said so if it has work there.
+            await asyncio.sleep(_SECONDS_TO_SEE)
+            while await self.store.is_busy(instance.url):  # noqa: ASYNC110 - Redis tells nobody
+                await asyncio.sleep(_SECONDS_TO_SEE / 4)
+
     async def aclose(self) -> None:
         self._registry.watchers.remove(self._follow)
         self._registry.close()
-        if self._start is not None:
-            self._start.cancel()
-            await asyncio.wait([self._start])
+        tasks = [*self._tasks, *([self._start] if self._start is not None else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
         for source in self._sources:
             await source.aclose()
         await self._prober.aclose()
@@ -106,6 +141,33 @@ class Keeper:
 
     def _declare(self, specs: Sequence[Spec]) -> None:
         self._registry.sync(FLAGS, [spec for spec in specs if not is_name(spec.url)])
+        self._registry.expect(specs)
+        if self._names is not None:
+            self._do(self._names.watch([spec for spec in specs if is_name(spec.url)]))
+
+    def _drained(self, urls: frozenset[str]) -> None:
+        for url in urls - self._registry.draining(API):
+            instance = self._registry.find(url)
+            if instance is not None and instance.load:
+                self._do(self._tell_of_work(instance))
+        self._registry.drain(API, urls)
+
+    async def _tell_of_work(self, instance: Instance) -> None:
+        """So that who drains an instance can wait for the work of all proxies."""
+        assert self.store is not None
+        while instance.load:
+            with suppress(Away):
+                await self.store.mark(instance.url, self._member, 3 * _SECONDS_TO_SEE)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_SECONDS_TO_SEE):
+                    await instance.idle()
+        with suppress(Away):
+            await self.store.unmark(instance.url, self._member)
+
+    def _do(self, work: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.ensure_future(_quietly(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _follow(self) -> None:
         """Probes whom there is."""
@@ -123,15 +185,12 @@ class Keeper:
         """Others than those who registered are probed for ever."""
         if self._registry.is_registered(instance):
             self._registry.remove(instance)
+            if self.store is not None:
+                self._do(self.store.deregister(instance.url))
 
 
-def store_of(config: Config, registry: Registry) -> Store | None:
-    """Raises ConfigError."""
-    if not config.registry:
-        return None
+async def _quietly(work: Coroutine[Any, Any, object]) -> None:
     try:
-        return Store(config.registry, partial(registry.sync, API), partial(registry.drain, API))
-    except ConfigError:
-        raise
-    except ValueError as exc:
-        raise ConfigError("--registry", str(exc)) from None
+        await work
+    except (Away, ConfigError) as exc:
+        logger.warning("%s", exc)

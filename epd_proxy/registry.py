@@ -227,6 +227,10 @@ class Registry:
         self._is_open = is_open
         self._entries: dict[str, Entry] = {}
         self._draining: dict[str, frozenset[str]] = {}
+        self.expected: frozenset[Kind] = frozenset()
+        """What names stand for, which may not have been looked up yet."""
+        self._deadlines: dict[str, float] = {}
+        self._expiry: asyncio.TimerHandle | None = None
         self._missed: set[Kind] = set()
         """What was taken out by hand: what is gone is missing, not left out."""
         self._declares_models = False
@@ -246,14 +250,21 @@ class Registry:
     @classmethod
     def of(cls, config: Config) -> Registry:
         """What is declared by names comes later, when they have been looked up."""
-        specs = [spec for spec in specs_of(config) if not is_name(spec.url)]
-        return cls(specs, is_open=config.is_open, fail_threshold=config.fail_threshold)
+        specs = specs_of(config)
+        found = [spec for spec in specs if not is_name(spec.url)]
+        registry = cls(found, is_open=config.is_open, fail_threshold=config.fail_threshold)
+        registry.expect(specs)
+        return registry
+
+    def expect(self, specs: Iterable[Spec]) -> None:
+        """Which roles the names among these are to fill."""
+        self.expected = frozenset(spec.role for spec in specs if is_name(spec.url))
 
     # What is asked
 
     def is_configured(self, role: Role) -> bool:
         """Whether the role is part of the topology, even if none of its instances is ready."""
-        kinds = {entry.instance.kind for entry in self._entries.values()}
+        kinds = {entry.instance.kind for entry in self._entries.values()} | self.expected
         if role is Role.PREFILL:
             # A decode server that does not prefill for itself needs one.
             return bool(kinds & {Kind.PREFILL, Kind.DECODE})
@@ -266,10 +277,10 @@ class Registry:
         return self._by_model.get((role, model)) or self._ready_for(role, model)
 
     def serves(self, model: str) -> bool:
-        """Whether some decode server, ready or not, does not rule the model out."""
+        """Whether some decode server, ready or not, does not rule the model out; empty: any."""
         found = [entry.instance for entry in self._entries.values()]
         decoders = [one for one in found if one.role is Role.DECODE]
-        return not decoders or any(_serves(one, model) for one in decoders)
+        return not model or not decoders or any(_serves(one, model) for one in decoders)
 
     def instances(self) -> list[Instance]:
         """All there are, ready or not."""
@@ -318,6 +329,7 @@ class Registry:
 
         The news does not touch its health.
         """
+        self.check(source, spec)
         is_new = spec.url not in self._entries
         self.sync(source, [*{**self._declared(source), spec.url: spec}.values()])
         return is_new
@@ -338,6 +350,9 @@ class Registry:
 
     def check(self, source: str, spec: Spec) -> None:
         """Raises FleetConflict if the source could not declare this as well."""
+        entry = self._entries.get(spec.url)
+        if entry is not None and entry.instance.kind is not spec.role:
+            raise FleetConflict(f"{spec.url} is there already, as {entry.instance.kind}")
         self._check(source, {**self._declared(source), spec.url: spec})
 
     def check_out(self, source: str, url: str) -> None:
@@ -352,6 +367,33 @@ class Registry:
             for url, entry in self._entries.items()
             if source in entry.specs
         }
+
+    def expire(self, url: str, ttl: float | None) -> None:
+        """Whoever registered at the URL is forgotten after so many seconds; None: never."""
+        self._deadlines.pop(url, None)
+        if ttl is not None:
+            self._deadlines[url] = asyncio.get_running_loop().time() + ttl
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        if self._deadlines:
+            # Outside of a loop, whoever watches in one arms it when it starts.
+            with suppress(RuntimeError):
+                loop = asyncio.get_running_loop()
+                self._expiry = loop.call_at(min(self._deadlines.values()), self._expire, loop)
+
+    def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._expiry = None
+        due = [url for url, deadline in self._deadlines.items() if deadline <= loop.time()]
+        for url in due:
+            del self._deadlines[url]
+            # What others declare as well stays.
+            self._withdraw(self._entries[url], API)
+        self._arm()
+        self._refresh_all()
 
     def remove(self, instance: Instance) -> None:
         """Whoever declares it."""
@@ -412,6 +454,9 @@ class Registry:
             self._become(instance, next(iter(entry.specs.values())))
             return
         del self._entries[instance.url]
+        self._deadlines.pop(instance.url, None)
+        # If it comes back, it is a new one.
+        self._draining = {by: urls - {instance.url} for by, urls in self._draining.items()}
         instance.is_removed = True
         self._gone[instance.url] = instance
         self.health[instance.role].remove(instance)
@@ -422,6 +467,7 @@ class Registry:
         """Looks again who is ready, and when that will change by itself."""
         for role in Role:
             self._refresh(role)
+        self._arm()
 
     def _refresh_all(self) -> None:
         self.refresh()
@@ -472,6 +518,9 @@ class Registry:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
 
 
 def _serves(instance: Instance, model: str) -> bool:

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -57,12 +57,14 @@ class Service(NamedTuple):
             proxy_headers=False,
         )
 
-    def run(self, listener: socket.socket | None = None) -> int:
+    def run(
+        self, listener: socket.socket | None = None, ends: Sequence[signal.Signals] = _ENDS
+    ) -> int:
         """Serves until a signal ends it: the exit status."""
         proxy = EPDProxy(config=self.config, file=self.file)
         _calm_collector()
         keep_memory()
-        server = _Server(self.settings(proxy), proxy, self.delay)
+        server = _Server(self.settings(proxy), proxy, self.delay, ends)
         server.run(sockets=[listener] if listener else None)
         return 0 if server.started else _NOT_STARTED
 
@@ -76,17 +78,24 @@ def run(service: Service, workers: int) -> int:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, proxy: EPDProxy, delay: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        proxy: EPDProxy,
+        delay: float,
+        ends: Sequence[signal.Signals],
+    ) -> None:
         super().__init__(config)
         self._proxy = proxy
         self._delay = delay
+        self._ends = ends
         self._told_at: float | None = None
         self._is_to_reload = False
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Unlike uvicorn's it does not raise them again at the end: 0 is a good end."""
-        handlers = dict.fromkeys(_ENDS, self.handle_exit) | {signal.SIGHUP: self._handle_hup}
+        handlers = dict.fromkeys(self._ends, self.handle_exit) | {signal.SIGHUP: self._handle_hup}
         before = {sig: signal.signal(sig, handler) for sig, handler in handlers.items()}
         try:
             yield
@@ -150,6 +159,9 @@ class _Workers:
         process = context.Process(target=_work, args=(self._service, self._listener))
         process.start()
         self._processes.append(process)
+        if self._is_ending:
+            # The signal came before it could be passed on.
+            process.terminate()
 
     def _pass_on(self, sig: int, frame: FrameType | None) -> None:
         if sig in _ENDS:
@@ -163,7 +175,7 @@ class _Workers:
 def _work(service: Service, listener: socket.socket) -> None:
     # A terminal sends it to all; the parent passes on its own, and twice would be at once.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.exit(service.run(listener))
+    sys.exit(service.run(listener, [signal.SIGTERM]))
 
 
 def _calm_collector() -> None:

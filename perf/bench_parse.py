@@ -28,7 +28,7 @@ from collections.abc import Callable
 import msgspec
 
 from epd_proxy.media import Messages, Place
-from epd_proxy.payload import Payload, size_of, to_json
+from epd_proxy.payload import Payload, size_of
 
 IMAGES = {"1 KB image": 1 << 10, "200 KB image": 200 << 10, "1 MB image": 1 << 20}
 TEXTS = {"1 KB text": 1 << 10, "100 KB text": 100 << 10}
@@ -73,7 +73,7 @@ def with_msgspec(body: bytes) -> int:
 
 def with_payload(body: bytes) -> int:
     payload = Payload(body)
-    messages = Messages(payload).with_parts({PLACE: to_json(REFERENCE)})
+    messages = Messages(payload).with_parts({PLACE: REFERENCE})
     return size_of(payload.with_fields({"messages": messages}))
 
 

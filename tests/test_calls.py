@@ -459,7 +459,7 @@ async def test_a_fleet_that_empties_while_it_is_tried_is_an_error_and_no_loop() 
         raise httpx.ConnectError("refused")
 
     backends.decode[0].route.mock(side_effect=vanish)
-    assert (await chat(proxy, ask(TEXT))).status == 502
+    assert (await chat(proxy, ask(TEXT))).status == 503
     assert counts(backends, "decode") == [1, 0]
 
 

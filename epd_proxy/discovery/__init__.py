@@ -3,8 +3,8 @@ Where the fleet comes from, beside flags and the admin API: a file, DNS, Redis.
 
 * ``sources``  what the three have in common: telling the fleet, saying what is wrong
 * ``files``    a file that is read again when it changes
-* ``names``    a DNS name that stands for all its addresses
-* ``store``    one fleet in Redis, for any number of workers, proxies and machines
+* ``names``    DNS names that stand for all their addresses; ``resolvers`` look them up
+* ``store``    one fleet in Redis, for any number of workers and machines; ``scripts`` run there
 
 Each tells the whole of what it knows whenever that changes, and tells it again while the registry
 refuses it. What cannot be read or reached leaves the fleet as it is.

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -125,6 +126,32 @@ class Store(Source):
         """Marks a URL, registered or not; True if that changes anything."""
         command = "SADD" if on else "SREM"
         return bool(await self._ask(scripts.DRAIN, normalised_url(url), command))
+
+    async def mark(self, url: str, member: str, seconds: float) -> None:
+        """For so long, unless it is said again: ``member`` has work in progress at a URL."""
+        await self._do(self._redis.set(f"{self._busy(url)}{member}", "", px=int(seconds * 1000)))
+
+    async def unmark(self, url: str, member: str) -> None:
+        await self._do(self._redis.delete(f"{self._busy(url)}{member}"))
+
+    async def is_busy(self, url: str) -> bool:
+        """Whether anybody has work in progress there, as far as they have said so."""
+        pattern = re.sub(r"([\[\]*?\\])", r"\\\1", self._busy(url)) + "*"
+        cursor: Any = None
+        while cursor != 0:
+            cursor, found = await self._do(self._redis.scan(cursor or 0, pattern, count=1000))
+            if found:
+                return True
+        return False
+
+    def _busy(self, url: str) -> str:
+        return f"{self._prefix}busy:{url}:"
+
+    async def _do(self, command: Awaitable[Any]) -> Any:
+        try:
+            return await command
+        except self._errors as exc:
+            raise self._lose(exc) from exc
 
     async def all(self) -> list[Entry]:
         """As Redis has it now, in the order of the URLs."""
