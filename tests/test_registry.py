@@ -69,7 +69,7 @@ def test_the_configuration_says_all_of_its_instances() -> None:
     config = Config(
         encode=[{"url": "http://e", "models": ["m"], "labels": {"zone": "a"}}],
         decode="http://a=2,http://b",
-        ec_consumer_zmq_addrs="tcp://a:0,tcp://a:1,tcp://b:0,tcp://b:1",
+        ec_consumer_zmq_addrs=("tcp://a:0", "tcp://a:1", "tcp://b:0", "tcp://b:1"),
         ec_consumer_dp_size=2,
     )
     assert specs_of(config) == [
@@ -191,11 +191,11 @@ def test_registering_again_changes_what_is_said_and_leaves_the_turns_of_replicas
     registry = Registry()
     spec = Spec(Kind.PREFILL_DECODE, "http://d", dp_size=50)
     registry.register(API, spec)
-    turns = []
+    turns = set()
     for _ in range(50):
         registry.register(API, Spec(Kind.PREFILL_DECODE, "http://d", dp_size=50))
-        turns.append(found(registry, spec).next_replica().rank)
-    assert sorted(turns) == list(range(50))
+        turns.add(found(registry, spec).next_replica().rank)
+    assert turns == set(range(50))
     registry.register(API, Spec(Kind.PREFILL_DECODE, "http://d", labels={"zone": "b"}))
     assert found(registry, spec).labels == {"zone": "b"}
     assert found(registry, spec).next_replica() == Replica(None, None)
@@ -545,9 +545,7 @@ def test_a_role_is_part_of_a_fleet_by_who_is_in_it_and_who_may_come(
     assert [registry.is_configured(role) for role in Role] == configured
 
 
-def test_a_role_whose_last_was_taken_out_by_hand_is_missing_and_one_whose_was_withdrawn_is_not() -> (
-    None
-):
+def test_a_role_whose_last_was_taken_out_by_hand_is_missing_and_one_withdrawn_is_not() -> None:
     registry = Registry([D1, E1])
     registry.remove(found(registry, E1))
     assert registry.is_configured(Role.ENCODE)
@@ -563,6 +561,9 @@ def test_a_role_that_is_a_name_yet_to_be_looked_up_is_configured() -> None:
     registry = Registry.of(Config(encode="dns+http://encode:8000", decode="http://d"))
     assert registry.ready(Role.ENCODE) == ()
     assert registry.is_configured(Role.ENCODE)
+    assert not registry.is_configured(Role.PREFILL)
+    registry.expect([D1])
+    assert not registry.is_configured(Role.ENCODE)
 
 
 # Waiting
@@ -658,6 +659,69 @@ def test_outside_of_a_loop_nobody_returns_by_itself_and_that_is_no_error() -> No
     registry.refresh()
     assert urls(registry) == [D2.url]
     assert registry._timers == {}
+
+
+# Those that register for a time
+
+
+async def test_whoever_registered_for_a_time_is_forgotten_when_it_has_passed() -> None:
+    registry = Registry()
+    for spec, ttl in ((D1, 10.0), (D2, 20.0), (D3, None)):
+        registry.register(API, spec)
+        registry.expire(spec.url, ttl)
+    gone = found(registry, D1)
+    await asyncio.sleep(9.9)
+    assert urls(registry) == [D1.url, D2.url, D3.url]
+    await asyncio.wait_for(registry.changed(), 0.2)
+    assert urls(registry) == [D2.url, D3.url]
+    assert gone.is_gone()
+    await asyncio.sleep(10)
+    assert urls(registry) == [D3.url]
+    await asyncio.sleep(1e6)
+    assert urls(registry) == [D3.url]
+
+
+async def test_the_time_begins_anew_with_each_word_and_may_be_taken_back() -> None:
+    registry = Registry()
+    registry.register(API, D1)
+    for _ in range(5):
+        registry.expire(D1.url, 10)
+        await asyncio.sleep(9)
+    assert urls(registry) == [D1.url]
+    registry.expire(D1.url, None)
+    await asyncio.sleep(1e6)
+    assert urls(registry) == [D1.url]
+
+
+async def test_what_others_declare_as_well_stays_when_the_time_has_passed() -> None:
+    registry = Registry([Spec(D1.role, D1.url, weight=2)])
+    registry.register(API, D1)
+    registry.expire(D1.url, 10)
+    await asyncio.sleep(11)
+    assert urls(registry) == [D1.url]
+    assert registry.deregister(FLAGS, D1.url)
+
+
+async def test_whoever_went_before_its_time_and_came_back_for_good_stays() -> None:
+    registry = Registry()
+    registry.register(API, D1)
+    registry.expire(D1.url, 10)
+    registry.deregister(API, D1.url)
+    registry.register(API, D1)
+    await asyncio.sleep(11)
+    assert urls(registry) == [D1.url]
+
+
+async def test_time_goes_on_while_nobody_watches_and_tells_when_somebody_does() -> None:
+    registry = Registry()
+    registry.register(API, D1)
+    registry.expire(D1.url, 10)
+    registry.close()
+    await asyncio.sleep(11)
+    assert urls(registry) == [D1.url]
+    registry.refresh()
+    await asyncio.sleep(0.1)
+    assert urls(registry) == []
 
 
 # Those that return

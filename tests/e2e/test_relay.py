@@ -120,6 +120,7 @@ class Gated:
 async def test_a_stream_is_passed_on_as_it_comes_and_no_head_before_decodes() -> None:
     whole = "界".encode()
     chunks = [
+        b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n',
         b"data: a",
         whole[:1],
         whole[1:],
@@ -137,10 +138,13 @@ async def test_a_stream_is_passed_on_as_it_comes_and_no_head_before_decodes() ->
         )
         await engine.called.wait()
         assert not asked.done()
+        # The head waits for something of value.
+        engine.permits.release()
         engine.permits.release()
         answer = await asked
         received = answer.aiter_raw()
-        for chunk in chunks:
+        assert await anext(received) == chunks[0]
+        for chunk in chunks[1:]:
             engine.permits.release()
             got = b""
             while len(got) < len(chunk):
