@@ -88,7 +88,7 @@ class Admin:
 
         Raises NoInstance, UpstreamError. Kept for a second for callers with the same headers.
         """
-        forwarded = Forwarded(exchange.headers, self._config)
+        forwarded = Forwarded(exchange.headers, self._upstream.forwarding)
         ready = self._registry.ready(Role.DECODE)
         if not ready:
             raise NoInstance("no decode server is ready", stage=Role.DECODE)

@@ -147,6 +147,7 @@ class Exchange:
         self.is_degraded = False
         """Whether engines have to encode for themselves what encoders should have."""
         self.is_gone = False
+        self._task: asyncio.Task[Any] | None = None
         self.trace: list[Step] = scope.setdefault("epd_proxy.trace", [])
 
     def header(self, name: bytes) -> str:
@@ -192,7 +193,7 @@ class Exchange:
             # A coding on a line of its own counts as well as one behind a comma.
             codings = [value for name, value in self.headers if name == b"content-encoding"]
             inflater = Inflater(b",".join(codings).decode("latin-1"), limit)
-        task = current_task()
+        task = self._task = current_task()
         try:
             body = await self._collect(limit, inflater, patience, task)
         finally:
@@ -232,7 +233,7 @@ class Exchange:
 
         Whoever called this cancels what it returns when the answer is out.
         """
-        task = current_task()
+        task = self._task or current_task()
         caller: Caller | None = self.scope.get(CALLER)
         if caller is None:
             return task.get_loop().create_task(self._wait_for_the_end(task))

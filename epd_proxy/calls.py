@@ -60,28 +60,26 @@ class Calls:
         self._selection = fleet.selection
         self._registry = fleet.selection.registry
         self._upstream = fleet.upstream
-        self._forwarded = Forwarded(exchange.headers, fleet.config)
+        self._forwarded = Forwarded(exchange.headers, fleet.upstream.forwarding)
         self._replicas: dict[Instance, Replica] = {}
         self._failed: set[Instance] = set()
         self._full: set[Instance] = set()
         """Those that sent this request elsewhere: they are not asked again."""
 
-    async def has(self, role: Role) -> bool:
-        """
-        Whether the fleet has the role.
+    def has(self, role: Role) -> bool:
+        """Whether the fleet has the role, be anybody ready or not."""
+        return self._registry.is_configured(role)
 
-        Raises NoInstance (503) if it has, but nobody is ready within ``--wait-for-ready``.
-        """
-        if not self._registry.is_configured(role):
-            return False
-        patience = self._fleet.config.wait_for_ready
-        if patience and not self._registry.ready(role, self._model):
+    async def expect(self, role: Role) -> None:
+        """Raises NoInstance (503) if nobody in the role is ready within ``--wait-for-ready``."""
+        if self._registry.ready(role, self._model):
+            return
+        if patience := self._fleet.config.wait_for_ready:
             with suppress(TimeoutError):
                 async with asyncio.timeout(patience):
                     while not self._registry.ready(role, self._model):
                         await self._registry.changed()
         self._selection.ready(role, self._model)
-        return True
 
     def pick(self, role: Role, key: str | None = None) -> Instance:
         """One that has not failed this request, if there is one. Raises NoInstance (503)."""

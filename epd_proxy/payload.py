@@ -128,15 +128,16 @@ class Payload:
 
         Without changes, the bytes that came.
         """
-        if not changes:
-            return [self.body]
-        fields: dict[str, Json] = {**self.fields, **changes}
+        fields: dict[str, Json] = dict(self.fields) if changes else {}
+        is_changed = False
         for name, value in changes.items():
-            if value is ABSENT:
+            if value is not ABSENT:
+                fields[name] = value
+                is_changed = True
+            elif name in fields:
                 del fields[name]
-        if fields == self.fields:
-            return [self.body]
-        return self.expand(to_json(fields))
+                is_changed = True
+        return self.expand(to_json(fields)) if is_changed else [self.body]
 
 
 def fields_of(value: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:

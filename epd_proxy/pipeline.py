@@ -131,17 +131,18 @@ class Pipeline:
     async def _roles_for(self, chat: Chat, calls: Calls) -> AbstractSet[Role]:
         """Who takes part. Raises NoInstance (503) before anybody is troubled in vain."""
         roles = {Role.DECODE}
-        await calls.has(Role.DECODE)
         # The engine's beam search drops what the stages would hand to each other.
-        if chat.uses_beam_search:
-            return roles
-        if await calls.has(Role.PREFILL):
-            roles.add(Role.PREFILL)
-        try:
-            if chat.media and await calls.has(Role.ENCODE):
+        if not chat.uses_beam_search:
+            if calls.has(Role.PREFILL):
+                roles.add(Role.PREFILL)
+            if chat.media and calls.has(Role.ENCODE):
                 roles.add(Role.ENCODE)
-        except NoInstance:
-            if not self._falls_back:
-                raise
-            calls.exchange.is_degraded = True
+        for role in sorted(roles):
+            try:
+                await calls.expect(role)
+            except NoInstance:
+                if role is not Role.ENCODE or not self._falls_back:
+                    raise
+                roles.discard(role)
+                calls.exchange.is_degraded = True
         return roles

@@ -37,6 +37,7 @@ _ONE_TOKEN: Mapping[str, Json] = {
     "max_tokens": 1,
     "min_tokens": ABSENT,
     "request_id": ABSENT,
+    "ec_transfer_params": ABSENT,
 }
 
 
@@ -57,6 +58,9 @@ class PrefillStage:
 
     def __init__(self, config: Config) -> None:
         self._wants_handle = config.kv_connector == "nixl"
+        self._fields: dict[str, Json] = {**_ONE_TOKEN}
+        if self._wants_handle:
+            self._fields["kv_transfer_params"] = _ASK_FOR_HANDLE
         self._host_from_url = config.kv_remote_host_from_url
 
     async def __call__(
@@ -69,15 +73,12 @@ class PrefillStage:
         was wanted, none came, and the body holds references: decode cannot rebuild what they stand
         for.
         """
-        transfer = references.transfer
-        changes = {
-            **messages,
-            **_ONE_TOKEN,
-            "ec_transfer_params": ABSENT if transfer is None else transfer,
-        }
-        changes |= {name: 1 for name in ("max_completion_tokens", "n") if name in chat.payload.tree}
-        if self._wants_handle:
-            changes["kv_transfer_params"] = _ASK_FOR_HANDLE
+        changes = {**messages, **self._fields}
+        for name in ("max_completion_tokens", "n"):
+            if name in chat.payload.tree:
+                changes[name] = 1
+        if references.transfer is not None:
+            changes["ec_transfer_params"] = references.transfer
         body = chat.body(changes)
         with Lease() as lease:
             instance, content = await calls.reach(

@@ -233,6 +233,7 @@ class Registry:
         self._expiry: asyncio.TimerHandle | None = None
         self._missed: set[Kind] = set()
         """What was taken out by hand: what is gone is missing, not left out."""
+        self._configured: frozenset[Role] = frozenset()
         self._declares_models = False
         # An instance that returns while calls to it are in progress is the same one.
         self._gone: weakref.WeakValueDictionary[str, Instance] = weakref.WeakValueDictionary()
@@ -259,16 +260,13 @@ class Registry:
     def expect(self, specs: Iterable[Spec]) -> None:
         """Which roles the names among these are to fill."""
         self.expected = frozenset(spec.role for spec in specs if is_name(spec.url))
+        self.refresh()
 
     # What is asked
 
     def is_configured(self, role: Role) -> bool:
         """Whether the role is part of the topology, even if none of its instances is ready."""
-        kinds = {entry.instance.kind for entry in self._entries.values()} | self.expected
-        if role is Role.PREFILL:
-            # A decode server that does not prefill for itself needs one.
-            return bool(kinds & {Kind.PREFILL, Kind.DECODE})
-        return self._is_open or role is Role.DECODE or Kind(role.value) in kinds | self._missed
+        return role in self._configured
 
     def ready(self, role: Role, model: str = "") -> tuple[Instance, ...]:
         """Those that calls may go to; for a ``model``, those that serve it."""
@@ -278,9 +276,11 @@ class Registry:
 
     def serves(self, model: str) -> bool:
         """Whether some decode server, ready or not, does not rule the model out; empty: any."""
+        if not model or not self._declares_models:
+            return True
         found = [entry.instance for entry in self._entries.values()]
         decoders = [one for one in found if one.role is Role.DECODE]
-        return not model or not decoders or any(_serves(one, model) for one in decoders)
+        return not decoders or any(_serves(one, model) for one in decoders)
 
     def instances(self) -> list[Instance]:
         """All there are, ready or not."""
@@ -465,9 +465,21 @@ class Registry:
 
     def refresh(self) -> None:
         """Looks again who is ready, and when that will change by itself."""
+        self._configured = self._topology()
+        self._declares_models = any(entry.instance.models for entry in self._entries.values())
         for role in Role:
             self._refresh(role)
         self._arm()
+
+    def _topology(self) -> frozenset[Role]:
+        kinds = {entry.instance.kind for entry in self._entries.values()} | self.expected
+        roles = {Role.DECODE}
+        # A decode server that does not prefill for itself needs one.
+        if kinds & {Kind.PREFILL, Kind.DECODE}:
+            roles.add(Role.PREFILL)
+        if self._is_open or Kind.ENCODE in kinds | self._missed:
+            roles.add(Role.ENCODE)
+        return frozenset(roles)
 
     def _refresh_all(self) -> None:
         self.refresh()
@@ -481,7 +493,6 @@ class Registry:
         if ready != self._ready[role]:
             self._ready[role] = ready
         self._by_model.clear()
-        self._declares_models = any(entry.instance.models for entry in self._entries.values())
         for future in self._waiting:
             if not future.done():
                 future.set_result(None)

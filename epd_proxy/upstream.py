@@ -73,40 +73,53 @@ def default_transport(config: Config) -> httpx.AsyncBaseTransport:
     )
 
 
+class Forwarding:
+    """Which of the callers' headers reach the engines, by the configuration."""
+
+    def __init__(self, config: Config) -> None:
+        dropped = set(_NOT_FORWARDED)
+        if config.upstream_api_key or config.api_key or config.api_key_file:
+            # Where the proxy checks keys, the caller's stops here.
+            dropped.add(b"authorization")
+        if config.ec_consumer_dp_size > 1:
+            # The proxy chooses the replica.
+            dropped.add(b"x-data-parallel-rank")
+        self.dropped = frozenset(dropped)
+        self.prefixes = () if config.trust_transfer_params else _ROUTING_PREFIXES
+        key = config.upstream_api_key
+        self.own = [(b"authorization", f"Bearer {key}".encode())] if key else []
+
+
 class Forwarded:
     """
     The caller's end-to-end headers, which every stage gets.
 
     ``fields`` for any transport, ``block`` as they stand on the wire; ``encodings`` is what the
-    caller accepts, which is decode's to know. Where the proxy checks keys,
-    the caller's stops here; ``--upstream-api-key`` takes its place. Raises RequestError (400) if
-    one of them would end where another line begins, which some hosts let through.
+    caller accepts, which is decode's to know. Raises RequestError (400) if one of them would end
+    where another line begins, which some hosts let through.
     """
 
     __slots__ = ("block", "encodings", "fields")
 
-    def __init__(self, headers: RawHeaders, config: Config) -> None:
-        dropped = _NOT_FORWARDED
-        if config.upstream_api_key or config.api_key or config.api_key_file:
-            dropped |= {b"authorization"}
-        if config.ec_consumer_dp_size > 1:
-            # The proxy chooses the replica.
-            dropped |= {b"x-data-parallel-rank"}
-        self.fields = _without(headers, dropped)
-        if not config.trust_transfer_params:
-            self.fields = [
-                field for field in self.fields if not field[0].startswith(_ROUTING_PREFIXES)
-            ]
-        if config.upstream_api_key:
-            bearer = f"Bearer {config.upstream_api_key}".encode()
-            self.fields.append((b"authorization", bearer))
-        self.block = b"".join([b"%b: %b\r\n" % field for field in self.fields])
+    def __init__(self, headers: RawHeaders, forwarding: Forwarding) -> None:
         self.encodings = b""
-        lines, count = self.block, len(self.fields)
-        for name, value in headers:
-            if name == b"accept-encoding":
-                self.encodings, lines, count = value, lines + value + b"\r\n", count + 1
-        if not lines.count(b"\r") == lines.count(b"\n") == count or b"\0" in lines:
+        dropped, prefixes = forwarding.dropped, forwarding.prefixes
+        fields: RawHeaders = []
+        for field in headers:
+            name = field[0]
+            if name in dropped:
+                if name == b"accept-encoding":
+                    self.encodings = field[1]
+                elif name == b"connection":
+                    dropped |= {option.strip().lower() for option in field[1].split(b",")}
+            elif not name.startswith(prefixes):
+                fields.append(field)
+        if dropped is not forwarding.dropped:
+            fields = [field for field in fields if field[0] not in dropped]
+        self.fields = fields = fields + forwarding.own if forwarding.own else fields
+        self.block = b"".join([b"%b: %b\r\n" % field for field in fields])
+        lines = self.block + self.encodings
+        if not lines.count(b"\r") == lines.count(b"\n") == len(fields) or b"\0" in lines:
             raise RequestError("a header holds a line break")
 
 
@@ -321,6 +334,7 @@ class Upstream:
     def __init__(self, transport: httpx.AsyncBaseTransport, config: Config) -> None:
         self._transport = transport
         self._targets: dict[str, tuple[Origin, bytes]] = {}
+        self.forwarding = Forwarding(config)
         self._limits = {
             Role.ENCODE: _limits(config, config.encode_timeout, config.encode_timeout),
             Role.PREFILL: _limits(config, config.prefill_timeout, config.prefill_timeout),
