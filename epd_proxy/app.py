@@ -24,7 +24,7 @@ from epd_proxy.config import Config
 from epd_proxy.door import Door
 from epd_proxy.errors import ConfigError, MethodNotAllowed, NotFound, ProxyError, RequestError
 from epd_proxy.instances import Instances
-from epd_proxy.keeper import Keeper
+from epd_proxy.keeper import Keeper, check_sources
 from epd_proxy.payload import TOO_DEEP
 from epd_proxy.pipeline import Pipeline
 from epd_proxy.registry import Registry
@@ -94,6 +94,7 @@ class EPDProxy:
         self.config = config
         self.registry = Registry.of(config)
         _check_addresses(self.registry)
+        check_sources(config)
         self._selection = Selection.of(config, self.registry)
         self._keys = Keys(config.api_key, config.api_key_file)
         self._file = file

@@ -72,7 +72,7 @@ class Instances:
         self._keeper = keeper
         self._store = keeper.store
         self._key = config.admin_api_key.encode()
-        self._is_open = config.is_open and bool(self._key)
+        self._is_open = config.dynamic_registration
         self._networks = [ipaddress.ip_network(each) for each in config.allowed_instance_networks]
         self._drain_timeout = config.drain_timeout or None
         self._patience = Patience(config.body_timeout)
@@ -90,7 +90,7 @@ class Instances:
 
     async def register(self, exchange: Exchange) -> None:
         """Raises Forbidden (403), RequestError (400), Conflict (409), Unprocessable (422)."""
-        self._check_admin(exchange)
+        self._check_registrar(exchange)
         body = await exchange.read(_MOST_BYTES, self._patience)
         try:
             given = msgspec.json.decode(body, type=Registration)
@@ -118,7 +118,7 @@ class Instances:
 
     async def deregister(self, exchange: Exchange) -> None:
         """Raises Forbidden (403), Conflict (409) if others declare it, Unprocessable (422)."""
-        self._check_admin(exchange)
+        self._check_registrar(exchange)
         url = _url_of(exchange)
         try:
             self._registry.check_out(API, url)
@@ -170,10 +170,15 @@ class Instances:
         return bool(self._key) and hmac.compare_digest(given, self._key)
 
     def _check_admin(self, exchange: Exchange) -> None:
-        if not self._is_open:
-            raise NotFound("registration is off: --dynamic-registration switches it on")
+        if not self._key:
+            raise NotFound("there is no admin: ADMIN_API_KEY is not set")
         if not self._is_admin(exchange):
             raise Forbidden("this needs the right X-API-Key")
+
+    def _check_registrar(self, exchange: Exchange) -> None:
+        if not self._is_open:
+            raise NotFound("registration is off: --dynamic-registration switches it on")
+        self._check_admin(exchange)
 
     def _check_address(self, url: str, exchange: Exchange) -> None:
         """Raises ValueError for the proxy's own URL, and for networks that are not allowed."""

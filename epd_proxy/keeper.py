@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from epd_proxy.config import Config, is_name
-from epd_proxy.discovery import Away, FileSource, NameSource, Source, Store
+from epd_proxy.discovery import Away, FileSource, NameSource, Source, Store, normalised_name
 from epd_proxy.errors import ConfigError, UpstreamError
 from epd_proxy.probes import Prober
 from epd_proxy.registry import API, FLAGS, Instance, Registry, Spec, specs_of
@@ -27,6 +27,15 @@ logger = logging.getLogger("epd_proxy")
 NAMES = "dns"
 _SECONDS_TO_SEE = 1.0
 """Within which all proxies of one Redis have seen a change."""
+
+
+def check_sources(config: Config) -> None:
+    """Raises ConfigError for what no source could be made of."""
+    names = [spec for spec in specs_of(config) if is_name(spec.url)]
+    if names:
+        NameSource(names, lambda _: None)
+    if config.registry:
+        Store(config.registry, lambda _: None)
 
 
 class Keeper:
@@ -140,16 +149,20 @@ class Keeper:
         await asyncio.gather(*(source.start() for source in self._sources))
 
     def _declare(self, specs: Sequence[Spec]) -> None:
+        """Raises ValueError, and nothing has changed."""
+        names = [spec for spec in specs if is_name(spec.url)]
+        for name in names:
+            normalised_name(name.url)
         self._registry.sync(FLAGS, [spec for spec in specs if not is_name(spec.url)])
         self._registry.expect(specs)
         if self._names is not None:
-            self._do(self._names.watch([spec for spec in specs if is_name(spec.url)]))
+            self._do(partial(self._names.watch, names))
 
     def _drained(self, urls: frozenset[str]) -> None:
         for url in urls - self._registry.draining(API):
             instance = self._registry.find(url)
             if instance is not None and instance.load:
-                self._do(self._tell_of_work(instance))
+                self._do(partial(self._tell_of_work, instance))
         self._registry.drain(API, urls)
 
     async def _tell_of_work(self, instance: Instance) -> None:
@@ -164,7 +177,7 @@ class Keeper:
         with suppress(Away):
             await self.store.unmark(instance.url, self._member)
 
-    def _do(self, work: Coroutine[Any, Any, object]) -> None:
+    def _do(self, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
         task = asyncio.ensure_future(_quietly(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -186,11 +199,11 @@ class Keeper:
         if self._registry.is_registered(instance):
             self._registry.remove(instance)
             if self.store is not None:
-                self._do(self.store.deregister(instance.url))
+                self._do(partial(self.store.deregister, instance.url))
 
 
-async def _quietly(work: Coroutine[Any, Any, object]) -> None:
+async def _quietly(work: Callable[[], Coroutine[Any, Any, object]]) -> None:
     try:
-        await work
+        await work()
     except (Away, ConfigError) as exc:
         logger.warning("%s", exc)

@@ -30,6 +30,7 @@ from epd_proxy.config import Config
 from epd_proxy.intake import IntakeProtocol, keep_memory
 
 _NOT_STARTED = 3
+_TICK = 0.1
 _ENDS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -132,19 +133,23 @@ class _Workers:
         self._listener = listener
         self._processes: list[BaseProcess] = []
         self._count = count
-        self._is_ending = False
+        self._told_at = 0.0
+        """When the first signal came."""
 
     def run(self) -> int:
         for sig in (*_ENDS, signal.SIGHUP):
             signal.signal(sig, self._pass_on)
         status = 0
-        while not self._is_ending and len(self._processes) < self._count:
+        while not self._told_at and len(self._processes) < self._count:
             self._start()
         while self._processes:
-            wait([process.sentinel for process in self._processes])
+            wait([process.sentinel for process in self._processes], _TICK)
+            if self._told_at and time.monotonic() - self._told_at >= self._service.delay:
+                # Else the kernel would go on to accept for workers who accept no more.
+                self._listener.close()
             for process in [each for each in self._processes if not each.is_alive()]:
                 self._processes.remove(process)
-                if self._is_ending:
+                if self._told_at:
                     continue
                 if process.exitcode == _NOT_STARTED:
                     # It would not start a second time either.
@@ -159,13 +164,13 @@ class _Workers:
         process = context.Process(target=_work, args=(self._service, self._listener))
         process.start()
         self._processes.append(process)
-        if self._is_ending:
+        if self._told_at:
             # The signal came before it could be passed on.
             process.terminate()
 
     def _pass_on(self, sig: int, frame: FrameType | None) -> None:
         if sig in _ENDS:
-            self._is_ending = True
+            self._told_at = self._told_at or time.monotonic()
             sig = signal.SIGTERM
         for process in self._processes:
             if process.pid is not None and process.is_alive():

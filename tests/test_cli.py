@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import re
 import socket
 from pathlib import Path
@@ -320,6 +321,26 @@ def test_none_on_the_line_wins_over_the_file(served: Served, file: str) -> None:
         ("serve --decode http://d --idle-timeout -1", "--idle-timeout"),
         ("serve --decode http://d --max-queue x", "--max-queue"),
         ("serve --decode http://d --nonsense", "--nonsense"),
+        ("serve --decode http://d --workers 0", "--workers"),
+        ("serve --decode http://d --workers two", "--workers"),
+        ("serve --decode http://d --shutdown-delay -1", "--shutdown-delay"),
+        ("serve --decode http://d --graceful-timeout -1", "--graceful-timeout"),
+        ("serve --decode http://d --fail-threshold 0", "--fail-threshold"),
+        ("serve --decode http://d --probe-interval -1", "--probe-interval"),
+        ("serve --decode http://d --evicted-ttl -1", "--evicted-ttl"),
+        ("serve --decode http://d --wait-for-ready -1", "--wait-for-ready"),
+        ("serve --decode http://d --drain-timeout -1", "--drain-timeout"),
+        ("serve --decode http://d --dynamic-registration", "--dynamic-registration"),
+        ("serve --decode http://d --allowed-instance-networks x", "--allowed-instance-networks"),
+        ("serve --decode http://d --registry http://r", "--registry"),
+        ("serve --decode http://d --registry redis://r:port", "--registry"),
+        ("serve --decode dns+https://d", "--decode"),
+        ("serve --decode dns+http://10.0.0.1", "--decode"),
+        ("serve --decode http://d --encode dns+srv+http://e:80", "--encode"),
+        (
+            "serve --dynamic-registration --admin-api-key k --workers 2",
+            "--workers",
+        ),
         ("serve --config /nowhere.toml", "--config"),
         ("simulate --role boss", "--role"),
         ("simulate", "--role"),
@@ -338,6 +359,151 @@ def test_wrong_words_stop_the_start_with_one_line_that_names_the_flag(
     assert err.count("\n") == 1
     assert named in err
     assert not hasattr(served, "app")
+
+
+def test_flags_of_the_fleet_and_the_processes_are_heard(served: Served) -> None:
+    line = (
+        "serve --dynamic-registration --admin-api-key k --registry redis://r/1 --workers 4"
+        " --allowed-instance-networks 10.0.0.0/8,fd00::/8 --allowed-instance-networks 192.168.0.1"
+        " --probe-interval 1.5 --probe-timeout 0.5 --fail-threshold 2 --evicted-ttl 0"
+        " --wait-for-ready 3 --drain-timeout 4 --shutdown-delay 5 --graceful-timeout 6"
+    )
+    assert cli.main(line.split()) == 0
+    config = served.config
+    assert config.is_open
+    assert (config.dynamic_registration, config.registry) == (True, "redis://r/1")
+    assert config.allowed_instance_networks == ("10.0.0.0/8", "fd00::/8", "192.168.0.1/32")
+    assert (config.probe_interval, config.probe_timeout, config.fail_threshold) == (1.5, 0.5, 2)
+    assert (config.evicted_ttl, config.wait_for_ready, config.drain_timeout) == (0, 3, 4)
+    assert served.workers == 4
+    assert served.service.delay == 5
+    assert served.options["timeout_graceful_shutdown"] == 6
+    assert served.service.file is None
+
+
+def test_by_default_there_is_one_process_which_ends_as_soon_as_its_requests(
+    served: Served,
+) -> None:
+    assert cli.main(["serve", *DECODE]) == 0
+    assert (served.workers, served.service.delay) == (1, 0)
+    assert served.options["timeout_graceful_shutdown"] == 30
+    config = served.config
+    assert (config.probe_interval, config.probe_timeout, config.fail_threshold) == (5, 2, 3)
+    assert (config.evicted_ttl, config.wait_for_ready, config.drain_timeout) == (900, 0, 60)
+    assert not config.is_open
+
+
+def test_many_processes_need_a_registry_only_where_engines_register(served: Served) -> None:
+    many = ["--workers", "2"]
+    assert cli.main(["serve", *DECODE, *many]) == 0
+    dynamic = ["--dynamic-registration", "--admin-api-key", "k"]
+    assert cli.main(["serve", *dynamic, "--workers", "1"]) == 0
+    assert cli.main(["serve", *dynamic, *many, "--registry", "redis://r"]) == 0
+
+
+def test_many_processes_without_a_registry_are_refused_with_the_reason(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ADMIN_API_KEY", "k")
+    assert cli.main(["serve", "--dynamic-registration", "--workers", "2"]) == 2
+    assert "give them a --registry" in capsys.readouterr().err
+
+
+def test_processes_and_ends_may_be_set_in_the_environment_and_in_a_file(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "proxy.toml"
+    path.write_text("decode = 'http://d'\nworkers = 3\nshutdown_delay = 1.5\ngraceful_timeout = 9")
+    assert cli.main(["serve", "--config", str(path)]) == 0
+    assert (served.workers, served.service.delay) == (3, 1.5)
+    assert served.options["timeout_graceful_shutdown"] == 9
+    monkeypatch.setenv("EPD_PROXY_WORKERS", "2")
+    assert cli.main(["serve", "--config", str(path)]) == 0
+    assert served.workers == 2
+
+
+# The file, when it is read again
+
+
+def read_again(served: Served, text: str) -> Config:
+    assert served.service.file is not None
+    path, read = served.service.file
+    path.write_text(text)
+    return read(path)
+
+
+def test_a_file_that_is_read_again_sets_the_instances_and_nothing_else(
+    served: Served, file: str
+) -> None:
+    assert cli.main(["serve", "--config", file]) == 0
+    config = read_again(
+        served,
+        """
+        decode_retries = 9
+        decode_servers_urls = "http://d1,http://d2=2"
+        [[encode]]
+        url = "http://e9"
+        models = ["m"]
+        labels = { zone = "a" }
+        """,
+    )
+    assert [(one.url, one.weight) for one in config.decode] == [("http://d1", 1), ("http://d2", 2)]
+    (encoder,) = config.encode
+    assert (encoder.url, encoder.models, encoder.labels) == ("http://e9", ("m",), {"zone": "a"})
+    assert config.prefill == ()
+    assert config.decode_retries == 7
+
+
+@pytest.mark.parametrize("by", ["flag", "alias", "variable"])
+def test_instances_that_the_line_or_the_environment_gives_stay(
+    by: str, served: Served, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ["serve", "--config", file]
+    if by == "variable":
+        monkeypatch.setenv("EPD_PROXY_ENCODE", "http://mine")
+    else:
+        line += ["--encode" if by == "flag" else "--encode-servers-urls", "http://mine"]
+    assert cli.main(line) == 0
+    config = read_again(served, "decode = 'http://d9'\nencode = 'http://e9'")
+    assert urls(config.encode) == ["http://mine"]
+    assert urls(config.decode) == ["http://d9"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("decode = [", "Invalid value"),
+        ("", "--decode"),
+        ("decode = 'd:8000'", "--decode"),
+        ("decode = 5", "--decode"),
+        ("decode = 'http://d'\n[[encod]]\nurl = 'http://e'", "encod"),
+        ("[[decode]]\nurl = 'http://d'\nwieght = 2", "wieght"),
+        ("[[decode]]\nurl = 'http://d'\nweight = 0", "weight 0"),
+        ("decode = 'http://d'\nencode = 'http://d'", "--decode"),
+    ],
+)
+def test_a_bad_file_that_is_read_again_is_refused_with_the_reason(
+    text: str, reason: str, served: Served, file: str
+) -> None:
+    assert cli.main(["serve", "--config", file]) == 0
+    with pytest.raises(ValueError, match=reason):
+        read_again(served, text)
+
+
+def test_a_file_may_leave_an_open_fleet_empty(served: Served, file: str) -> None:
+    line = ["--registry", "redis://r", "--prefill", "none"]
+    assert cli.main(["serve", "--config", file, *line]) == 0
+    config = read_again(served, "")
+    assert config.encode == config.prefill == config.decode == ()
+
+
+def test_what_reads_the_file_goes_to_other_processes(served: Served, file: str) -> None:
+    assert cli.main(["serve", "--config", file, "--workers", "2"]) == 0
+    service: Service = pickle.loads(pickle.dumps(served.service))
+    assert service.file is not None
+    path, read = service.file
+    assert urls(read(path).prefill) == ["http://p1", "http://p2"]
+    assert service.settings(None).log_config == served.options["log_config"]
 
 
 @pytest.mark.parametrize(
@@ -430,5 +596,6 @@ def test_the_demos_picture_is_a_real_png() -> None:
 def test_the_readme_names_every_flag() -> None:
     readme = (Path(epd_proxy.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     table = readme.partition("### Flags and config")[2].partition("```toml")[0]
-    for field in msgspec.structs.fields(Config):
-        assert table.count(f"`{flag_name(field.name)}`") == 1
+    names = [flag_name(field.name) for field in msgspec.structs.fields(Config)]
+    for name in (*names, "--workers", "--shutdown-delay", "--graceful-timeout"):
+        assert table.count(f"`{name}`") == 1

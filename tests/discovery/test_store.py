@@ -3,13 +3,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 from redis.asyncio import Redis
 
 from epd_proxy.discovery import Away, Entry, Store
@@ -28,30 +26,6 @@ SECOND = 1.0
 )
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     return request.param
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture
-def server(running: RedisServer) -> RedisServer:
-    """One that runs, and holds nothing."""
-    with redis.Redis(port=running.port) as client:
-        client.flushall()
-    return running
-
-
-@pytest.fixture
-def mortal(tmp_path: Path) -> Iterator[RedisServer]:
-    """One that may be killed; not started yet."""
-    server = RedisServer(tmp_path)
-    yield server
-    server.kill()
 
 
 @asynccontextmanager

@@ -35,6 +35,9 @@ from tests.faults.engines import (
 )
 from tests.wire import Peer, Server
 
+LIMIT = 25
+"""Seconds after which a test has hung."""
+
 NAME = "x-engine"
 """The field in which a decode engine says its address; the proxy passes it on."""
 
@@ -147,11 +150,16 @@ class Living(Engine):
 
 @asynccontextmanager
 async def living(*engines: Living) -> AsyncIterator[None]:
-    """The engines while they run; they may be stopped and started meanwhile."""
+    """
+    The engines while they run; they may be stopped and started meanwhile.
+
+    What is done with them is over within LIMIT.
+    """
     try:
         for engine in engines:
             await engine.start()
-        yield
+        async with asyncio.timeout(LIMIT):
+            yield
     finally:
         for engine in engines:
             await engine.stop()
@@ -180,9 +188,9 @@ def slowly(role: str, seconds: float, pieces: int = 4) -> Act:
 
 async def main(role: str, seconds: float) -> None:
     engine = Living(role, slowly(role, seconds))
-    async with living(engine):
-        print(engine.url, flush=True)  # noqa: T201 - its parent reads it
-        await asyncio.Event().wait()
+    await engine.start()
+    print(engine.url, flush=True)  # noqa: T201 - its parent reads it
+    await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

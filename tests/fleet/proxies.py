@@ -37,7 +37,10 @@ async def until(holds: Callable[[], Awaitable[object]], within: float = LIMIT) -
 class Line:
     """A connection that stays: whichever worker has accepted it answers all that is asked."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, url: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.url = url
         self._reader = reader
         self._writer = writer
         self._parser = h11.Connection(h11.CLIENT)
@@ -45,7 +48,7 @@ class Line:
     @classmethod
     async def to(cls, url: str) -> Self:
         address = urlsplit(url)
-        return cls(*await asyncio.open_connection(address.hostname, address.port))
+        return cls(url, *await asyncio.open_connection(address.hostname, address.port))
 
     async def send(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """Status and body. Raises ConnectionError if the connection has been closed."""
@@ -127,17 +130,44 @@ async def all_say(lines: Iterable[Line], url: str, *states: str, within: float =
 class Served:
     """A proxy that runs: its process, its address, and the pids of those that serve."""
 
-    def __init__(self, process: Process, url: str, pids: list[int]) -> None:
+    def __init__(self, process: Process) -> None:
         self.process = process
-        self.url = url
-        self.pids = pids
+        self.url = ""
+        self.pids: list[int] = []
+        self.is_over = False
+
+    async def start(self, workers: int) -> None:
+        """Until all of them serve."""
+        for _ in range(workers):
+            await self.printed("Application startup complete")
+        output = self.process.output
+        self.pids += map(int, re.findall(r"Started server process \[(\d+)\]", output))
+        pattern = r"running on (http://\S+)"
+        self.url = (re.search(pattern, output) or await self.printed(pattern))[1]
 
     async def printed(self, pattern: str) -> re.Match[str]:
         """What it prints from now on."""
         return await asyncio.to_thread(self.process.wait_for, pattern)
 
     async def ended(self) -> int:
-        return await asyncio.to_thread(self.process.wait)
+        status = await asyncio.to_thread(self.process.wait)
+        self.is_over = True
+        return status
+
+    async def end(self) -> None:
+        """Politely, and if that does not do, not."""
+        if self.is_over:
+            return
+        self.process.signal(signal.SIGTERM)
+        ended = asyncio.create_task(self.ended())
+        done, _ = await asyncio.wait([ended], timeout=5)
+        if not done:
+            # Only those of which it has told itself.
+            for pid in self.pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.to_thread(self.process.stop)
+        await ended
 
     @asynccontextmanager
     async def lines(self) -> AsyncIterator[list[Line]]:
@@ -168,28 +198,12 @@ async def serve(*args: str, workers: int = 1, port: int = 0) -> AsyncIterator[Se
     """A proxy that has started, all its workers; ``ADMIN_API_KEY`` is set."""
     words = ["serve", "--port", str(port), "--workers", str(workers)]
     process = Process(*words, "--graceful-timeout", "1", *args, env={"ADMIN_API_KEY": KEY})
-    pids: list[int] = []
+    served = Served(process)
     try:
-        for _ in range(workers):
-            await asyncio.to_thread(process.wait_for, "Application startup complete")
-        pids += map(int, re.findall(r"Started server process \[(\d+)\]", process.output))
-        pattern = r"running on (http://\S+)"
-        found = re.search(pattern, process.output)
-        if found is None:
-            found = await asyncio.to_thread(process.wait_for, pattern)
-        yield Served(process, found[1], pids)
+        await served.start(workers)
+        yield served
     finally:
-        process.signal(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(5):
-                await asyncio.shield(asyncio.to_thread(process.wait))
-        except TimeoutError:
-            # Only those that it has itself told of.
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        finally:
-            await asyncio.to_thread(process.stop)
+        await served.end()
 
 
 def flags(**urls: Iterable[str]) -> list[str]:

@@ -76,7 +76,10 @@ class Flapping:
         if answer.status != 503 or not answer.is_whole or answer.header("retry-after") is None:
             return False
         role = answer.error["stage"]
-        empty = [*self._empty, *((r, since, float("inf")) for r, since in self._empty_since.items())]
+        empty = [
+            *self._empty,
+            *((r, since, float("inf")) for r, since in self._empty_since.items()),
+        ]
         return any(
             role == r and begin <= outcome.ended and outcome.began <= end for r, begin, end in empty
         )
@@ -162,7 +165,10 @@ async def test_flapping_by_the_api_gives_200_or_honest_503_and_sends_nothing_to_
         lines = [await stack.enter_async_context(line(proxy.url)) for _ in range(FLAPPERS)]
         for engines in [*one._staying.values(), one.engines]:
             for engine in engines:
-                assert await lines[0].register(engine.role, engine.url) == (200, {"registered": True})
+                assert await lines[0].register(engine.role, engine.url) == (
+                    200,
+                    {"registered": True},
+                )
         found = await run(one, proxy.url, [_changes(each) for each in lines])
         check(one, found, staying)
 

@@ -5,6 +5,8 @@ Many workers, and many proxies, that know one fleet.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any
 import pytest
 
 from tests.discovery.servers import RedisServer
+from tests.driver import CHAT
+from tests.faults.engines import CONTENT, DONE, ROLE, STOP, streams
 from tests.faults.engines import until as waits_for
 from tests.faults.fleet import request
 from tests.fleet.engines import Living, living
@@ -38,9 +42,7 @@ async def two_proxies(redis: RedisServer) -> AsyncIterator[tuple[Line, Line]]:
     """A connection to each of two proxies with one fleet."""
     words = ("--dynamic-registration", "--registry", redis.url)
     async with AsyncExitStack() as stack:
-        both = await asyncio.gather(
-            *(stack.enter_async_context(serve(*words)) for _ in range(2))
-        )
+        both = await asyncio.gather(*(stack.enter_async_context(serve(*words)) for _ in range(2)))
         first, second = [await stack.enter_async_context(line(one.url)) for one in both]
         yield first, second
 
@@ -125,24 +127,25 @@ async def test_an_instance_without_its_heartbeat_is_lost_by_both_proxies_within_
         assert engine.late == []
 
 
-async def test_draining_by_one_proxy_lets_a_stream_of_the_other_end_whole(
+async def test_draining_by_one_proxy_waits_for_a_stream_of_the_other_which_ends_whole(
     redis: RedisServer,
 ) -> None:
-    from tests.faults.engines import CONTENT, DONE, ROLE, STOP, streams
-
     engine, may_end = Living("decode"), asyncio.Event()
     engine.always(streams(ROLE, CONTENT, waits_for(may_end), STOP, DONE))
-    async with living(engine), two_proxies(redis) as (one, other):
+    async with living(engine), two_proxies(redis) as (one, other), line(other.url) as operator:
         await one.register(FUSED, engine.url)
         await all_say([one, other], engine.url, "live", within=WITHIN)
-        stream = asyncio.create_task(one.send("POST", "/v1/chat/completions", request(True)))
+        stream = asyncio.create_task(one.send("POST", CHAT, request(True, images=0)))
         await engine.call()
-        assert (await other.drain(engine.url))[0] == 200
+        drain = asyncio.create_task(operator.drain(engine.url))
+        await all_say([other], engine.url, "draining", within=WITHIN)
         assert await other.chat(request(images=0)) == 503
+        assert not drain.done()
         may_end.set()
         status, body = await stream
         assert status == 200
         assert body.endswith(DONE)
+        assert await drain == (200, {"drained": True, "load": 0})
 
 
 async def health(one: Line) -> tuple[int, Any]:
@@ -221,13 +224,15 @@ async def first_picks(proxy: Served, engines: Sequence[Living]) -> list[int]:
             before = [len(engine.calls) for engine in engines]
             assert await served([one]) == [200]
             after = [len(engine.calls) for engine in engines]
-            found.append(next(n for n, (a, b) in enumerate(zip(before, after, strict=True)) if a < b))
+            found.append(
+                next(n for n, (a, b) in enumerate(zip(before, after, strict=True)) if a < b)
+            )
     return found
 
 
 async def test_four_fresh_workers_begin_their_rotations_at_different_servers() -> None:
-    # Sixteen, so that four who begin anywhere meet at one place once in 4096 runs.
-    engines = [Living("decode") for _ in range(16)]
+    # So many that four who begin anywhere never meet at one place.
+    engines = [Living("decode") for _ in range(64)]
     async with living(*engines):
         words = flags(decode=[engine.url for engine in engines])
         async with serve(*words, workers=4) as proxy:
@@ -235,9 +240,6 @@ async def test_four_fresh_workers_begin_their_rotations_at_different_servers() -
 
 
 async def test_a_worker_that_dies_is_replaced_and_the_others_serve_on() -> None:
-    import os
-    import signal
-
     engine = Living("decode")
     async with living(engine), serve("--decode", engine.url, workers=2) as proxy:
         async with proxy.lines() as (doomed, other):
@@ -252,7 +254,9 @@ async def test_a_worker_that_dies_is_replaced_and_the_others_serve_on() -> None:
 
 
 def test_registration_with_two_workers_and_no_redis_is_refused_with_the_reason() -> None:
-    process = Process("serve", "--workers", "2", "--dynamic-registration", env={"ADMIN_API_KEY": KEY})
+    process = Process(
+        "serve", "--workers", "2", "--dynamic-registration", env={"ADMIN_API_KEY": KEY}
+    )
     try:
         assert process.wait() == 2
     finally:
