@@ -29,7 +29,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import IO, NamedTuple
 from urllib.parse import quote
 
 from perf.bodies import KB, MB, Shape, body_of
@@ -85,10 +85,25 @@ def _chunk(data: bytes) -> bytes:
 class Moody(Engine):
     """A connection to an engine that does not always answer; ``moods`` is empty: it does."""
 
-    def __init__(self, role: str, state: State, moods: dict[str, int], rng: random.Random) -> None:
+    def __init__(
+        self,
+        role: str,
+        state: State,
+        moods: dict[str, int],
+        rng: random.Random,
+        open_: set[asyncio.Transport],
+    ) -> None:
         super().__init__(role, state)
+        self._open = open_
         self._moods = moods
         self._rng = rng
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._open.add(self._transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._open.discard(self._transport)
 
     def _answer_chat(self) -> None:
         moods = self._moods or {"well": 1}
@@ -343,15 +358,30 @@ async def _until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _started(process: Process, log: Path) -> Proxy:
-    def found() -> re.Match[str] | None:
-        return re.search(r"running on http://[^:]+:(\d+)", log.read_text(errors="replace"))
+async def _started(process: Process, log: Log) -> Proxy:
+    await _until(lambda: bool(log.port) or process.poll() is not None)
+    if log.port is None:
+        raise RuntimeError(f"the proxy did not start: {log.text}")
+    return Proxy(process, log.port)
 
-    await _until(lambda: bool(found()) or process.poll() is not None)
-    match = found()
-    if match is None:
-        raise RuntimeError(f"the proxy did not start: {log.read_text(errors='replace')}")
-    return Proxy(process, int(match[1]))
+
+class Log:
+    """What the proxy says, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @property
+    def text(self) -> str:
+        return self._path.read_text(errors="replace")
+
+    @property
+    def port(self) -> int | None:
+        found = re.search(r"running on http://[^:]+:(\d+)", self.text)
+        return int(found[1]) if found else None
+
+    def open(self) -> IO[bytes]:
+        return self._path.open("wb")
 
 
 # -- the whole of it -----------------------------------------------------------------------------
@@ -372,13 +402,15 @@ class Soak:
         self._number = callers
         self._rng = random.Random(seed)
         self._moods: dict[str, int] = {}
+        self._servers: list[asyncio.Server] = []
+        self._open: set[asyncio.Transport] = set()
         self.wrong: list[str] = []
 
-    async def run(self, log: Path) -> int:
+    async def run(self, log: Log) -> int:
         """The exit status."""
         urls = await self._engines()
         with ExitStack() as stack:
-            output = stack.enter_context(log.open("wb"))
+            output = stack.enter_context(log.open())
             process = stack.enter_context(
                 running(
                     _command(urls),
@@ -390,7 +422,8 @@ class Soak:
             )
             proxy = await _started(process, log)
             await self._measure(proxy, [url for found in urls.values() for url in found])
-        _, bug, text = log.read_text(errors="replace").partition("Traceback")
+        await self._close()
+        _, bug, text = log.text.partition("Traceback")
         if bug:
             self.wrong.append(f"the log holds a traceback: {text[:2000]}")
         for reason in self.wrong:
@@ -402,10 +435,18 @@ class Soak:
         urls: dict[str, list[str]] = {role: [] for role in ENGINES}
         for role, count in ENGINES.items():
             for _ in range(count):
-                engine = partial(Moody, role, state, self._moods, self._rng)
+                engine = partial(Moody, role, state, self._moods, self._rng, self._open)
                 server = await loop.create_server(engine, "127.0.0.1", 0, backlog=1000)
+                self._servers.append(server)
                 urls[role].append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         return urls
+
+    async def _close(self) -> None:
+        for server in self._servers:
+            server.close()
+        for transport in self._open:
+            transport.abort()
+        await asyncio.sleep(0.1)
 
     async def _measure(self, proxy: Proxy, urls: Sequence[str]) -> None:
         began = Measured(proxy.memory, proxy.sockets)
@@ -421,9 +462,8 @@ class Soak:
         print(f"callers: {_listed(callers.habits)}")
         print(f"answers: {_listed(callers.statuses)}")
         grown, more = end.memory - warm.memory, callers.total - number
-        print(
-            f"memory: {grown / MB:+.1f} MB since the warm-up, {grown / more:+.0f} bytes a connection"
-        )
+        each = grown / more
+        print(f"memory: {grown / MB:+.1f} MB since the warm-up, {each:+.0f} bytes a connection")
         if grown > MARGIN:
             self.wrong.append(f"that is more than {MARGIN / MB:g} MB")
         for moment, measured in (("after the warm-up", warm), ("at the end", end)):
@@ -463,7 +503,7 @@ def main(args: Sequence[str] | None = None) -> int:
     options = parser.parse_args(args)
     with TemporaryDirectory(prefix="epd-proxy-soak-") as directory:
         soak = Soak(options.seconds, options.callers, options.seed)
-        return asyncio.run(soak.run(Path(directory) / "log"))
+        return asyncio.run(soak.run(Log(Path(directory) / "log")))
 
 
 if __name__ == "__main__":

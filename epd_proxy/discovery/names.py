@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from msgspec import structs
 
 from epd_proxy.config import flag_name, is_name, normalised_url
-from epd_proxy.discovery.resolvers import DNSResolver, Found, Resolver, SystemResolver
+from epd_proxy.discovery.resolvers import DNSThenSystem, Found, Resolver, SystemResolver
 from epd_proxy.discovery.sources import Source, Tell
 from epd_proxy.errors import ConfigError
 from epd_proxy.registry import Kind, Spec
@@ -129,7 +129,7 @@ class NameSource(Source):
 
     def _best_resolver(self) -> Resolver:
         try:
-            return DNSResolver()
+            return DNSThenSystem()
         except ImportError:
             for one in self._watched:
                 if one.name.is_service:

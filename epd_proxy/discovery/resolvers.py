@@ -98,6 +98,19 @@ class DNSResolver:
             raise OSError(f"{type(exc).__name__} for {kind}") from exc
 
 
+class DNSThenSystem(DNSResolver):
+    """What DNS does not know the system may: ``localhost``, and the names of ``/etc/hosts``."""
+
+    async def addresses(self, name: str) -> Found:
+        try:
+            return await super().addresses(name)
+        except OSError as exc:
+            try:
+                return await SystemResolver().addresses(name)
+            except OSError:
+                raise exc from None
+
+
 def _hosts(addresses: Iterable[str]) -> frozenset[str]:
     return frozenset(f"[{one}]" if ":" in one else one for one in addresses)
 

@@ -172,8 +172,15 @@ def slowly(role: str, seconds: float, pieces: int = 4) -> Act:
         field = f"{NAME}: {call.headers['host']}"
         if call.json.get("stream"):
             opening = STREAM.removesuffix(b"\r\n") + f"{field}\r\n\r\n".encode()
-            middle = [chunk(CONTENT), pause(seconds / pieces)] * pieces
-            steps = [opening, chunk(ROLE), *middle, chunk(STOP), chunk(DONE), b"0\r\n\r\n"]
+            middle: list[bytes | Act] = [chunk(CONTENT), pause(seconds / pieces)] * pieces
+            steps: list[bytes | Act] = [
+                opening,
+                chunk(ROLE),
+                *middle,
+                chunk(STOP),
+                chunk(DONE),
+                b"0\r\n\r\n",
+            ]
             await plays(*steps)(call)
         else:
             await asyncio.sleep(seconds)

@@ -54,8 +54,8 @@ class Line:
         """Status and body. Raises ConnectionError if the connection has been closed."""
         headers = [("host", "proxy"), ("content-length", str(len(body))), ("x-api-key", KEY)]
         request = h11.Request(method=method, target=path, headers=headers)
-        for event in (request, h11.Data(body), h11.EndOfMessage()):
-            self._writer.write(self._parser.send(event) or b"")
+        for part in (request, h11.Data(body), h11.EndOfMessage()):
+            self._writer.write(self._parser.send(part) or b"")
         status, content = 0, bytearray()
         while not isinstance(event := self._parser.next_event(), h11.EndOfMessage):
             if isinstance(event, h11.Response):

@@ -20,7 +20,7 @@ from tests.fleet.proxies import KEY, Line, line, serve
 
 CALLERS = 200
 CHANGES_A_SECOND = 100
-CHANGES = 240
+CHANGES = 200
 FLAPPERS = 4
 TIMES = {"encode": 0.3, "prefill": 0.2, "decode": 0.6}
 """Seconds that an engine takes: two hundred callers must not be more than one core can hold."""

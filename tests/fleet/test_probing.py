@@ -185,9 +185,7 @@ async def _one_chat(url: str) -> int:
         return await own.chat(TEXT)
 
 
-async def test_one_of_three_that_fails_everything_gets_the_first_calls_and_a_trial_now_and_then() -> (
-    None
-):
+async def test_one_of_three_that_fails_everything_gets_its_first_calls_and_then_a_trial() -> None:
     async with proxied(3, probe_interval=0) as one:
         engine, *others = one.engines
         already = len(engine.calls)

@@ -40,7 +40,7 @@ async def restart(api: Line, engine: Living, *, again: bool) -> None:
 
 @pytest.mark.parametrize("again", [False, True], ids=["undrained", "registered again"])
 async def test_a_rolling_restart_of_every_engine_under_load_loses_no_request(again: bool) -> None:
-    engines = [Living(role, slowly(role, TIMES[role])) for role in STAGES for _ in range(3)]
+    engines = [Living(role, slowly(role, TIMES[role])) for role in STAGES for _ in range(2)]
     by_role = {role: [engine for engine in engines if engine.role == role] for role in STAGES}
     async with living(*engines):
         static = {} if again else {role: [e.url for e in by_role[role]] for role in STAGES}

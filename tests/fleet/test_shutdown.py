@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.faults.callers import Caller
-from tests.faults.engines import CONTENT, DONE, EVENTS, ROLE, STOP, Call, hang, pause, streams
+from tests.faults.engines import CONTENT, DONE, EVENTS, ROLE, STOP, Act, Call, hang, pause, streams
 from tests.faults.engines import until as waits_for
 from tests.faults.fleet import request
 from tests.fleet.engines import Living, living
@@ -39,7 +39,7 @@ async def is_refused(url: str) -> bool:
 
 async def endless(call: Call) -> None:
     """Somebody who never stops talking."""
-    steps = [CONTENT, pause(0.02)] * 10_000
+    steps: list[bytes | Act] = [CONTENT, pause(0.02)] * 10_000
     with suppress(ConnectionError):
         await streams(ROLE, *steps)(call)
 

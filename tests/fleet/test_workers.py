@@ -67,7 +67,7 @@ async def check_together(lines: Sequence[Line]) -> None:
         assert await other.drain(engine.url) == (200, {"drained": True, "load": 0})
         drained = await all_say(lines, engine.url, "draining", within=WITHIN)
         engine.seal()
-        assert await served(lines * 2) == [200] * len(lines) * 2
+        assert await served([*lines, *lines]) == [200] * len(lines) * 2
         assert engine.late == []
         engine.unseal()
         await one.undrain(engine.url)
@@ -76,7 +76,7 @@ async def check_together(lines: Sequence[Line]) -> None:
         assert await other.remove(engine.url) == (200, {"removed": True})
         removed = await all_say(lines, engine.url, "", within=WITHIN)
         engine.seal()
-        assert await served(lines * 2) == [200] * len(lines) * 2
+        assert await served([*lines, *lines]) == [200] * len(lines) * 2
         assert engine.late == []
         report(
             lines=len(lines),
