@@ -81,6 +81,11 @@ class Calls:
                         await self._registry.changed()
         self._selection.ready(role, self._model)
 
+    @property
+    def pushes(self) -> bool:
+        """Whether encoders push, to a consumer that has to be chosen before them."""
+        return self._registry.pushes
+
     def pick(self, role: Role, key: str | None = None) -> Instance:
         """One that has not failed this request, if there is one. Raises NoInstance (503)."""
         return self._selection.pick(

@@ -103,7 +103,8 @@ class Instances:
             self._check_address(spec.url, exchange)
         except NO_JSON as exc:
             raise Unprocessable(str(exc)) from None
-        if spec.ec_zmq_addrs and spec.role in (Kind.ENCODE, Kind.DECODE):
+        # Push to prefill servers is not supported yet.
+        if spec.ec_zmq_addrs and spec.role is not Kind.PREFILL_DECODE:
             raise RequestError(f"ec_zmq_addrs are not for {spec.role}", param="ec_zmq_addrs")
         try:
             self._registry.check(API, spec)

@@ -35,7 +35,6 @@ class Pipeline:
         self._prefill = PrefillStage(config)
         self._decode = DecodeStage(config)
         self._naming = Naming.of(config)
-        self._pushes = bool(config.ec_consumer_zmq_addrs)
         self._shares_kv = config.kv_connector == "shared"
         self._falls_back = config.encode_fallback == "raw"
 
@@ -65,7 +64,7 @@ class Pipeline:
                     raise
                 if isinstance(failure, Unreachable):
                     # Encoders have pushed to a consumer that cannot be reached.
-                    if not (self._pushes and calls.turn_away(failure.engine)):
+                    if not (calls.pushes and calls.turn_away(failure.engine)):
                         raise
                     continue
                 attempt += 1
@@ -85,7 +84,7 @@ class Pipeline:
             calls.exchange.is_degraded = False
         with Lease() as lease:
             # Encoders that push must know the consumer; else it is chosen when its turn comes.
-            consumer = lease.take(calls.pick(Role.DECODE)) if self._pushes else None
+            consumer = lease.take(calls.pick(Role.DECODE)) if calls.pushes else None
             references = await self._references(calls, chat, items, roles, consumer)
             prompt = await self._prompt(calls, chat, references, roles)
             if consumer is not None:

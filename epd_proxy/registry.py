@@ -158,6 +158,10 @@ class Instance:
             self._idle.set_result(None)
             self._idle = None
 
+    @property
+    def is_pushed_to(self) -> bool:
+        return any(replica.ec_address for replica in self._replicas)
+
     def is_gone(self) -> bool:
         """Whether it was removed: then it gets nothing new, though it may have been chosen."""
         return self.is_removed
@@ -235,6 +239,8 @@ class Registry:
         """What was taken out by hand: what is gone is missing, not left out."""
         self._configured: frozenset[Role] = frozenset()
         self._declares_models = False
+        self.pushes = False
+        """Whether encoders push to some consumer."""
         # An instance that returns while calls to it are in progress is the same one.
         self._gone: weakref.WeakValueDictionary[str, Instance] = weakref.WeakValueDictionary()
         self.health: dict[Role, RoleHealth[Instance]] = {
@@ -466,6 +472,7 @@ class Registry:
     def refresh(self) -> None:
         """Looks again who is ready, and when that will change by itself."""
         self._configured = self._topology()
+        self.pushes = any(entry.instance.is_pushed_to for entry in self._entries.values())
         self._declares_models = any(entry.instance.models for entry in self._entries.values())
         for role in Role:
             self._refresh(role)

@@ -10,8 +10,9 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -268,7 +269,6 @@ class Ghost:
         self.pid: int | None = None
         self.exitcode: int | None = None
         self.signals: list[int] = []
-        self.was_told = threading.Event()
         self.sentinel, self._life = os.pipe()
         self.ends_by: list[int] = [signal.SIGTERM]
 
@@ -288,10 +288,12 @@ class Ghost:
         self.signals.append(sig)
         if sig in self.ends_by and self.is_alive():
             self.end(0)
-        self.was_told.set()
 
     def terminate(self) -> None:
         self.get(signal.SIGTERM)
+
+
+Step = signal.Signals | Callable[[], object]
 
 
 class Parent:
@@ -300,7 +302,10 @@ class Parent:
     def __init__(self) -> None:
         self.ghosts: list[Ghost] = []
         self.on_start: Callable[[Ghost], None] = lambda ghost: None
+        self.while_it_waits: list[Step] = []
+        """What happens next, one with each turn, when all that had to be started are."""
         self.listener = socket.create_server(("127.0.0.1", 0))
+        self._address = self.listener.getsockname()
 
     def get_context(self, method: str) -> Any:
         assert method == "spawn"
@@ -314,10 +319,26 @@ class Parent:
         (ghost,) = [one for one in self.ghosts if one.pid == pid]
         ghost.get(sig)
 
-    def run(self, count: int) -> int:
-        found = workers._Workers(service(), self.listener, count).run()
+    def wait(self, sentinels: Sequence[int], timeout: float) -> None:
+        if not self.while_it_waits:
+            assert wait(sentinels, LIMIT)
+            return
+        step = self.while_it_waits.pop(0)
+        if isinstance(step, signal.Signals):
+            signal.raise_signal(step)
+        else:
+            step()
+
+    def run(self, count: int, *steps: Step, delay: float = 0.0) -> int:
+        self.while_it_waits += steps
+        found = workers._Workers(service(delay=delay), self.listener, count).run()
         assert not any(ghost.is_alive() for ghost in self.ghosts)
         return found
+
+    def refuses(self) -> bool:
+        """Whether nobody listens, not even the kernel for somebody who might come."""
+        with socket.socket() as one:
+            return one.connect_ex(self._address) != 0
 
     def when(self, number: int, act: Callable[[Ghost], None]) -> None:
         """``act`` when so many have been started."""
@@ -346,23 +367,9 @@ def parent(monkeypatch: pytest.MonkeyPatch, handlers: None) -> Iterator[Parent]:
     parent = Parent()
     monkeypatch.setattr("epd_proxy.workers.multiprocessing", parent)
     monkeypatch.setattr("epd_proxy.workers.os", parent)
+    monkeypatch.setattr("epd_proxy.workers.wait", parent.wait)
     yield parent
     parent.close()
-
-
-def tell(ghost: Ghost, *steps: signal.Signals | Callable[[], object]) -> None:
-    """From outside, while the parent waits: signals, each of which reaches ``ghost``, and acts."""
-
-    def run() -> None:
-        for step in steps:
-            if isinstance(step, signal.Signals):
-                ghost.was_told.clear()
-                os.kill(os.getpid(), step)
-                assert ghost.was_told.wait(LIMIT)
-            else:
-                step()
-
-    threading.Thread(target=run, daemon=True).start()
 
 
 TERM, INT, HUP = SIGNALS
@@ -372,8 +379,7 @@ TERM, INT, HUP = SIGNALS
 def test_so_many_are_started_on_one_listener_and_end_when_the_parent_is_told_to(
     sig: signal.Signals, parent: Parent
 ) -> None:
-    parent.when(3, lambda ghost: tell(ghost, sig))
-    assert parent.run(3) == 0
+    assert parent.run(3, sig) == 0
     assert [ghost.signals for ghost in parent.ghosts] == [[TERM]] * 3
     assert {ghost.args[1] for ghost in parent.ghosts} == {parent.listener}
 
@@ -389,73 +395,64 @@ def test_a_signal_that_comes_while_one_is_started_ends_that_one_too(
 
 @pytest.mark.parametrize("exitcode", [0, 1, -9])
 def test_one_that_dies_is_replaced(exitcode: int, parent: Parent) -> None:
-    parent.when(2, lambda ghost: ghost.end(exitcode))
-    parent.when(3, lambda ghost: tell(ghost, TERM))
-    assert parent.run(2) == 0
+    def end_them(ghost: Ghost) -> None:
+        parent.while_it_waits = [TERM]
+
+    parent.when(3, end_them)
+    assert parent.run(2, lambda: parent.ghosts[1].end(exitcode)) == 0
     assert [ghost.signals for ghost in parent.ghosts] == [[TERM], [], [TERM]]
 
 
 def test_one_that_cannot_start_ends_all_of_them_with_its_status(parent: Parent) -> None:
-    parent.when(3, lambda ghost: parent.ghosts[1].end(3))
-    assert parent.run(3) == 3
+    assert parent.run(3, lambda: parent.ghosts[1].end(3)) == 3
     assert [ghost.signals for ghost in parent.ghosts] == [[TERM], [], [TERM]]
 
 
 def test_one_that_dies_while_they_end_is_not_replaced(parent: Parent) -> None:
-    def end_badly(ghost: Ghost) -> None:
-        ghost.ends_by = []
-        tell(ghost, TERM, lambda: ghost.end(1))
+    def stay() -> None:
+        parent.ghosts[0].ends_by = []
 
-    parent.when(2, end_badly)
-    assert parent.run(2) == 0
+    assert parent.run(2, stay, TERM, lambda: parent.ghosts[0].end(1)) == 0
     assert len(parent.ghosts) == 2
 
 
 def test_a_second_signal_reaches_them_all(parent: Parent) -> None:
-    def stay(ghost: Ghost) -> None:
-        parent.ends_by()
-        tell(ghost, TERM, lambda: parent.ends_by(TERM), INT)
-
-    parent.when(2, stay)
-    assert parent.run(2) == 0
+    assert parent.run(2, parent.ends_by, TERM, lambda: parent.ends_by(TERM), INT) == 0
     assert [ghost.signals for ghost in parent.ghosts] == [[TERM] * 2] * 2
 
 
 def test_sighup_is_passed_on_and_ends_nobody(parent: Parent) -> None:
-    parent.when(2, lambda ghost: tell(ghost, HUP, TERM))
-    assert parent.run(2) == 0
+    assert parent.run(2, HUP, TERM) == 0
     assert [ghost.signals for ghost in parent.ghosts] == [[HUP, TERM]] * 2
 
 
 def test_one_that_has_ended_already_gets_no_signal(parent: Parent) -> None:
-    def end_and_tell(ghost: Ghost) -> None:
+    def end_and_tell() -> None:
         parent.ghosts[0].end(0)
         signal.raise_signal(TERM)
 
-    parent.when(2, end_and_tell)
-    assert parent.run(2) == 0
+    assert parent.run(2, end_and_tell) == 0
     assert [ghost.signals for ghost in parent.ghosts] == [[], [TERM]]
 
 
-def test_while_they_end_what_no_worker_will_take_is_refused_and_does_not_lie_in_a_line(
-    parent: Parent,
+def test_what_no_worker_will_take_is_refused_and_does_not_lie_in_a_line(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = Clock()
+    monkeypatch.setattr("epd_proxy.workers.time", clock)
     refused: list[bool] = []
-    address = parent.listener.getsockname()
 
-    def look() -> None:
-        with socket.socket() as one:
-            refused.append(one.connect_ex(address) != 0)
+    def look(seconds: float = 0.0) -> None:
+        refused.append(parent.refuses())
+        clock.now += seconds
+
+    def end() -> None:
         for ghost in parent.ghosts:
             ghost.end(0)
 
-    def stay(ghost: Ghost) -> None:
-        parent.ends_by()
-        tell(ghost, TERM, look)
-
-    parent.when(2, stay)
-    assert parent.run(2) == 0
-    assert refused == [True]
+    steps: list[Step] = [parent.ends_by, TERM, look, lambda: look(5), look, end]
+    assert parent.run(2, *steps, delay=5) == 0
+    assert refused == [False, False, True]
 
 
 def test_with_several_the_listener_is_bound_once_before_the_first_starts(

@@ -188,7 +188,7 @@ async def test_other_names_are_told_as_one_change_that_keeps_what_is_known(
 
 async def test_names_that_cannot_be_watched_change_nothing(resolver: Scripted) -> None:
     async with started(source := NameSource([ENCODE], ear := Ear(), resolver=resolver)):
-.*an address"):
+        with pytest.raises(ConfigError, match=r"^--decode: .*an address"):
             await source.watch([Spec(Kind.PREFILL_DECODE, "dns+http://10.0.0.1")])
 
         resolver.say("encode.svc", "10.0.0.7")

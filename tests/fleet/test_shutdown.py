@@ -21,7 +21,7 @@ from tests.fleet.load import report
 from tests.fleet.proxies import Line, Served, flags, line, serve, until
 
 DELAY = 1.0
-GRACE = 1.5
+GRACE = 1.0
 TEXT = request(images=0)
 STREAM = request(True, images=0)
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the soak reads 
 def test_after_mixed_endings_memory_and_sockets_are_what_they_were(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    status = soak.main(["--seconds", "15"])
+    status = soak.main(["--seconds", "12"])
     printed = capsys.readouterr().out
     print(printed)  # noqa: T201 - the figures, and what is wrong
     assert status == 0, printed
