@@ -116,11 +116,7 @@ class Calls:
                 return instance, await call(instance)
             except Unreachable as failure:
                 refused.append(instance)
-                if not self.turn_away(instance, refused):
-                    if instance.is_removed:
-                        reason = f"no {instance.role} server is ready"
-                        raise NoInstance(reason, stage=instance.role) from None
-                    raise
+                self.require_another(failure, refused)
                 logger.info("request %s: %s", self.exchange.request_id, failure.log_line())
                 instance = self._selection.pick(
                     instance.role,
@@ -130,6 +126,15 @@ class Calls:
                     never=self._full.union(refused),
                 )
                 lease.move(instance)
+
+    def require_another(self, failure: Unreachable, refused: Sequence[Instance] = ()) -> None:
+        """Raises what the request ends with, if nobody is left who might serve it."""
+        if self.turn_away(failure.engine, refused):
+            return
+        if isinstance(failure.engine, Instance) and failure.engine.is_removed:
+            role = failure.engine.role
+            raise NoInstance(f"no {role} server is ready", stage=role) from None
+        raise failure
 
     def turn_away(self, instance: Engine, refused: Sequence[Instance] = ()) -> bool:
         """Notes that an instance cannot serve this request; whether one is left that might."""

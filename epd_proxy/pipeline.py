@@ -64,8 +64,9 @@ class Pipeline:
                     raise
                 if isinstance(failure, Unreachable):
                     # Encoders have pushed to a consumer that cannot be reached.
-                    if not (calls.pushes and calls.turn_away(failure.engine)):
+                    if not calls.pushes:
                         raise
+                    calls.require_another(failure)
                     continue
                 attempt += 1
                 if attempt > retries:
