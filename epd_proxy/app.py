@@ -77,6 +77,9 @@ class EPDProxy:
     ``file``: a path that is read again when it changes, and what reads it; the instances of the
     ``Config`` that comes back take the place of those that were configured.
 
+    ``is_alone``: no other process serves the same address. Else the fleet cannot be changed by a
+    request, which only one of them gets, unless they share a ``--registry``.
+
     ``transport``: any ``httpx.AsyncBaseTransport``; it stays its owner's to close. Raises
     ConfigError, which names the flag.
     """
@@ -89,6 +92,7 @@ class EPDProxy:
         transport: httpx.AsyncBaseTransport | None = None,
         paths: Iterable[str] = (),
         file: tuple[Path, Callable[[Path], Config]] | None = None,
+        is_alone: bool = True,
     ) -> None:
         self.app = app
         self.config = config
@@ -98,6 +102,7 @@ class EPDProxy:
         self._selection = Selection.of(config, self.registry)
         self._keys = Keys(config.api_key, config.api_key_file)
         self._file = file
+        self._is_alone = is_alone
         self._transport = transport
         self._routes = _own_routes(app, paths)
         self._runtimes: dict[asyncio.AbstractEventLoop, Runtime] = {}
@@ -189,7 +194,8 @@ class EPDProxy:
         runtime = self._runtimes.get(loop)
         if runtime is None:
             # Its connections keep a loop alive, so a map of weak references would not do.
-            self._runtimes = {one: r for one, r in self._runtimes.items() if not one.is_closed()}
+            for gone in [one for one in self._runtimes if one.is_closed()]:
+                self._runtimes.pop(gone).keeper.detach()
             runtime = self._runtimes[loop] = self._start()
         return runtime
 
@@ -199,7 +205,9 @@ class EPDProxy:
         keeper = Keeper(self.config, self.registry, upstream, self._file)
         door = Door(self.config, self._keys, Pipeline(fleet))
         admin = Admin(self.config, fleet, keeper, door)
-        instances = Instances(self.config, self.registry, self._keys, keeper)
+        instances = Instances(
+            self.config, self.registry, self._keys, keeper, is_alone=self._is_alone
+        )
         keeper.start()
         return Runtime(
             upstream,

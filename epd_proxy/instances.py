@@ -66,10 +66,13 @@ class Registration(Struct):
 class Instances:
     """The handlers of these paths."""
 
-    def __init__(self, config: Config, registry: Registry, keys: Keys, keeper: Keeper) -> None:
+    def __init__(
+        self, config: Config, registry: Registry, keys: Keys, keeper: Keeper, *, is_alone: bool
+    ) -> None:
         self._registry = registry
         self._keys = keys
         self._keeper = keeper
+        self._reaches_all = is_alone or keeper.store is not None
         self._store = keeper.store
         self._key = config.admin_api_key.encode()
         self._is_open = config.dynamic_registration
@@ -175,6 +178,8 @@ class Instances:
             raise NotFound("there is no admin: ADMIN_API_KEY is not set")
         if not self._is_admin(exchange):
             raise Forbidden("this needs the right X-API-Key")
+        if not self._reaches_all:
+            raise Conflict("one of several workers would know: give them a --registry")
 
     def _check_registrar(self, exchange: Exchange) -> None:
         if not self._is_open:

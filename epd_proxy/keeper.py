@@ -121,8 +121,12 @@ class Keeper:
             while await self.store.is_busy(instance.url):  # noqa: ASYNC110 - Redis tells nobody
                 await asyncio.sleep(_SECONDS_TO_SEE / 4)
 
-    async def aclose(self) -> None:
+    def detach(self) -> None:
+        """Leaves the registry alone, when the event loop has gone."""
         self._registry.watchers.remove(self._follow)
+
+    async def aclose(self) -> None:
+        self.detach()
         self._registry.close()
         tasks = [*self._tasks, *([self._start] if self._start is not None else [])]
         for task in tasks:
@@ -155,8 +159,8 @@ class Keeper:
             normalised_name(name.url)
         self._registry.sync(FLAGS, [spec for spec in specs if not is_name(spec.url)])
         self._registry.expect(specs)
-        if self._names is not None:
-            self._do(partial(self._names.watch, names))
+        assert self._names is not None
+        self._do(partial(self._names.watch, names))
 
     def _drained(self, urls: frozenset[str]) -> None:
         for url in urls - self._registry.draining(API):

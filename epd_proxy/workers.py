@@ -62,7 +62,7 @@ class Service(NamedTuple):
         self, listener: socket.socket | None = None, ends: Sequence[signal.Signals] = _ENDS
     ) -> int:
         """Serves until a signal ends it: the exit status."""
-        proxy = EPDProxy(config=self.config, file=self.file)
+        proxy = EPDProxy(config=self.config, file=self.file, is_alone=listener is None)
         _calm_collector()
         keep_memory()
         server = _Server(self.settings(proxy), proxy, self.delay, ends)

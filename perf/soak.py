@@ -191,15 +191,16 @@ class Callers:
             for _ in range(number):
                 group.create_task(self._keep_asking(end))
 
-    async def all_big(self) -> None:
-        """The most that will ever be asked at once."""
+    async def keep_asking_the_most(self, seconds: float) -> None:
+        """As many megabytes at once as there will ever be, again and again."""
+        end = time.monotonic() + seconds
         async with asyncio.TaskGroup() as group:
-            for body in BIG * (_BIG_AT_ONCE // len(BIG)):
-                group.create_task(self.stay(body))
+            for _ in range(_BIG_AT_ONCE):
+                group.create_task(self._keep_asking(end, {"is big": 1}))
 
-    async def _keep_asking(self, end: float) -> None:
+    async def _keep_asking(self, end: float, habits: Mapping[str, int] = HABITS) -> None:
         while time.monotonic() < end:
-            (habit,) = self._rng.choices(list(HABITS), list(HABITS.values()))
+            (habit,) = self._rng.choices(list(habits), list(habits.values()))
             await self._ask(habit)
 
     async def _ask(self, habit: str) -> None:
@@ -452,8 +453,10 @@ class Soak:
         began = Measured(proxy.memory, proxy.sockets)
         print(f"started: {began}")
         callers = Callers(proxy.port, self._rng)
-        await callers.all_big()
-        await self._mixed(callers, self._seconds / 3)
+        # What the allocator keeps for the next body grows until it has seen the worst.
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._mixed(callers, self._seconds / 3))
+            group.create_task(callers.keep_asking_the_most(self._seconds / 3))
         warm, number = await proxy.quiet(began.sockets), callers.total
         print(f"after the warm-up, {number} connections: {warm}")
         await self._mixed(callers, self._seconds * 2 / 3)

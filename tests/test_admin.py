@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -95,6 +96,49 @@ async def test_models_of_several_are_put_together_and_kept_for_a_moment() -> Non
     assert len(asked) == 3
 
 
+async def test_models_are_kept_for_a_moment_for_callers_who_say_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
+    monkeypatch.setattr("epd_proxy.admin.time", clock)
+    backends = Backends(decode=2)
+    routes = [
+        backends.router.get(engine.url + "/v1/models").respond(200, json={"data": [{"id": "a"}]})
+        for engine in backends.decode
+    ]
+    proxy = backends.proxy()
+    for number in range(150):
+        headers = {"authorization": f"Bearer {number}"}
+        for _ in range(2):
+            assert (await call(proxy, "GET", "/v1/models", headers=headers)).status == 200
+    assert [route.call_count for route in routes] == [150, 150]
+    clock.now += 1.1
+    await call(proxy, "GET", "/v1/models", headers=headers)
+    assert [route.call_count for route in routes] == [151, 151]
+
+
+@pytest.mark.parametrize(("status", "expected"), [(401, 401), (404, 404), (500, 500)])
+async def test_models_that_no_decode_server_tells_are_what_the_first_said(
+    status: int, expected: int
+) -> None:
+    backends = Backends(decode=2)
+    refusal = {"error": {"message": "no", "code": status}}
+    backends.router.get("http://d0:8000/v1/models").respond(status, json=refusal)
+    backends.router.get("http://d1:8000/v1/models").mock(side_effect=httpx.ConnectError("no"))
+    reply = await call(backends.proxy(), "GET", "/v1/models")
+    assert (reply.status, reply.json()) == (expected, refusal)
+
+
+async def test_models_of_a_server_that_drains_are_not_told() -> None:
+    backends = Backends(decode=2)
+    backends.router.get("http://d0:8000/v1/models").respond(200, json={"data": [{"id": "a"}]})
+    backends.router.get("http://d1:8000/v1/models").respond(200, json={"data": [{"id": "b"}]})
+    proxy = backends.proxy()
+    proxy.registry.drain("api", {"http://d0:8000"})
+    reply = await call(proxy, "GET", "/v1/models")
+    assert reply.json() == {"data": [{"id": "b"}]}
+
+
 async def test_questions_about_models_do_not_shift_the_turns_of_answers() -> None:
     backends = Backends(decode=2)
     for engine in backends.decode:
@@ -157,6 +201,25 @@ async def test_a_role_that_is_not_there_is_null_in_the_answer() -> None:
     profilers(backends, "/start_profile", decode=httpx.Response(200, text="started"))
     reply = await call(backends.proxy(admin_api_key="secret"), "POST", "/start_profile", b"", KEY)
     assert reply.json() == {"encode": None, "prefill": None, "decode": {}}
+
+
+async def test_a_role_whose_instances_are_all_out_is_a_503() -> None:
+    backends = Backends(prefill=1)
+    proxy = backends.proxy(admin_api_key="secret")
+    proxy.registry.remove(proxy.registry.ready(Role.PREFILL)[0])
+    reply = await call(proxy, "POST", "/start_profile", b"", KEY)
+    assert (reply.status, reply.error["stage"]) == (503, "prefill")
+
+
+async def test_in_an_open_fleet_a_role_that_nobody_has_joined_is_null_in_the_answer() -> None:
+    backends = Backends(encode=0)
+    profilers(backends, "/start_profile", decode=httpx.Response(200, json={"message": "ok"}))
+    proxy = backends.proxy(admin_api_key="secret", dynamic_registration=True)
+    reply = await call(proxy, "POST", "/start_profile", b"", KEY)
+    assert (reply.status, reply.json()) == (
+        200,
+        {"encode": None, "prefill": None, "decode": {"message": "ok"}},
+    )
 
 
 async def test_a_fleet_without_profilers_is_a_503() -> None:

@@ -328,6 +328,15 @@ def test_a_loop_that_has_gone_is_forgotten() -> None:
         gc.collect()
 
 
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+def test_nobody_watches_the_fleet_for_a_loop_that_has_gone() -> None:
+    proxy = EPDProxy(config=Config(decode="http://127.0.0.1:1"))
+    for _ in range(5):
+        with asyncio.Runner() as runner:
+            runner.run(call(proxy, "GET", "/live"))
+            assert len(proxy.registry.watchers) == 1
+
+
 async def test_as_a_context_it_starts_and_ends_where_it_is_told() -> None:
     async with tracked() as proxy:
         assert proxy.made == 1

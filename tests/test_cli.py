@@ -336,7 +336,7 @@ def test_none_on_the_line_wins_over_the_file(served: Served, file: str) -> None:
         ("serve --decode http://d --registry redis://r:port", "--registry"),
         ("serve --decode dns+https://d", "--decode"),
         ("serve --decode dns+http://10.0.0.1", "--decode"),
-        ("serve --decode http://d --encode dns+srv+http://e:80", "--encode"),
+        ("serve --decode http://d --encode dns+srv+http://e:8000", "--encode"),
         (
             "serve --dynamic-registration --admin-api-key k --workers 2",
             "--workers",

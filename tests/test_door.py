@@ -123,6 +123,65 @@ def quiet(caplog: pytest.LogCaptureFixture) -> bool:
     return not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+# The proxy ends
+
+
+@pytest.mark.parametrize("role", STAGES)
+async def test_what_is_cut_before_its_answer_began_is_a_503_that_says_so(role: str) -> None:
+    _, proxy, stuck = stage(role)
+    caller = Caller(proxy, ask(image(), stream=True))
+    caller.speaks()
+    await stuck.has_begun.wait()
+    proxy.close_the_door()
+    caller.task.cancel()
+    await caller.ends()
+    assert stuck.was_stopped.is_set()
+    assert caller.reply.status == 503
+    assert caller.reply.error["message"] == "the proxy is shutting down"
+    assert caller.reply.header("retry-after") == "1"
+    assert caller.reply.is_whole
+    assert loads(proxy) == [0, 0, 0]
+
+
+async def test_what_is_cut_after_its_answer_began_is_seen_to_be_cut() -> None:
+    backends = Backends(encode=0)
+    tap = Tap(b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n')
+    backends.decode[0].answers(tap.answer())
+    proxy = backends.proxy()
+    caller = Caller(proxy, ask(TEXT, stream=True))
+    caller.speaks()
+    await tap.is_waiting.wait()
+    proxy.close_the_door()
+    caller.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller.ends()
+    assert not caller.reply.is_whole
+    assert tap.is_closed
+    assert loads(proxy) == [0]
+
+
+async def test_a_host_that_cancels_for_reasons_of_its_own_is_obeyed() -> None:
+    _, proxy, stuck = stage("decode")
+    caller = Caller(proxy, ask(image()))
+    caller.speaks()
+    await stuck.has_begun.wait()
+    caller.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller.ends()
+    assert caller.reply.messages == []
+
+
+async def test_a_caller_who_leaves_while_the_proxy_ends_gets_no_answer() -> None:
+    _, proxy, stuck = stage("decode")
+    caller = Caller(proxy, ask(image()))
+    caller.speaks()
+    await stuck.has_begun.wait()
+    proxy.close_the_door()
+    caller.leaves()
+    await caller.ends()
+    assert caller.reply.messages == []
+
+
 # The caller leaves
 
 

@@ -105,14 +105,19 @@ async def test_where_registration_is_off_there_is_none_but_who_is_there_is_told(
     options: Any,
 ) -> None:
     proxy = Backends(encode=0).proxy(**options)
-    for reply in (
-        await register(proxy, D2),
-        await deregister(proxy, D1["url"]),
-        await drain(proxy, D1["url"]),
-        await drain(proxy, D1["url"], "DELETE"),
-    ):
+    for reply in (await register(proxy, D2), await deregister(proxy, D1["url"])):
         assert (reply.status, reply.error["type"]) == (404, "not_found_error")
     assert await listed(proxy) == {"prefill_decode": {"live": [D1["url"]]}}
+
+
+async def test_without_an_admin_nobody_drains_and_with_one_a_fixed_fleet_can_be_drained() -> None:
+    proxy = Backends(encode=0).proxy()
+    for method in ("POST", "DELETE"):
+        reply = await drain(proxy, D1["url"], method)
+        assert (reply.status, reply.error["type"]) == (404, "not_found_error")
+    proxy = Backends(encode=0).proxy(admin_api_key="secret")
+    assert (await drain(proxy, D1["url"])).json() == {"drained": True, "load": 0}
+    assert await listed(proxy) == {"prefill_decode": {"draining": [D1["url"]]}}
 
 
 def test_registration_without_a_key_stops_the_start() -> None:
@@ -235,7 +240,7 @@ async def test_what_no_instance_can_be_like_is_a_422(body: Any) -> None:
     assert await listed(proxy) == {}
 
 
-@pytest.mark.parametrize("role", ["encode", "decode"])
+@pytest.mark.parametrize("role", ["encode", "decode", "prefill"])
 async def test_push_addresses_of_who_is_not_pushed_to_are_a_400(role: str) -> None:
     proxy = opened()
     reply = await register(proxy, {**E1, "role": role, "ec_zmq_addrs": ["tcp://0"]})

@@ -210,7 +210,7 @@ class Names:
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> type[Names]:
-    monkeypatch.setattr("epd_proxy.discovery.names.DNSResolver", Names)
+    monkeypatch.setattr("epd_proxy.discovery.names.DNSThenSystem", Names)
     monkeypatch.setattr(Names, "hosts", {"decode": ["10.0.0.1"], "encode": ["10.0.0.9"]})
     monkeypatch.setattr(Names, "failure", "")
     return Names

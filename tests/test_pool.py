@@ -1198,6 +1198,47 @@ async def test_a_piece_of_the_request_that_is_not_taken_in_time_is_a_write_timeo
             await sent(pool, "POST", URL, [], pieces(), {"write": 0.02})
 
 
+async def test_who_waited_for_a_connection_to_one_that_has_gone_sends_nothing_on_it() -> None:
+    gone: list[bool] = []
+    async with wiring(WiredPool(max_connections=1)) as pool:
+        origin = pool.origin(URL)
+        first = asyncio.create_task(pool.send(origin, GET, [], Limits()))
+        wire = await wired(pool, 0)
+        waiting = asyncio.create_task(
+            pool.send(origin, GET, [], Limits(), is_gone=lambda: bool(gone))
+        )
+        next_one = asyncio.create_task(pool.send(origin, GET, [], Limits()))
+        await turns(lambda: "2 waiting" in repr(pool))
+        gone.append(True)
+        wire.connection.data_received(answer())
+        await first
+        with pytest.raises(httpx.ConnectError, match="has been removed"):
+            await waiting
+        # The connection is for whoever waits next.
+        await turns(lambda: wire.written.count(b"GET") == 2)
+        wire.connection.data_received(answer())
+        assert (await next_one).status == 200
+        assert len(pool.wires) == 1
+
+
+async def test_a_request_is_not_sent_again_to_one_that_has_gone_meanwhile() -> None:
+    answers = iter([False, True])
+    async with wiring(WiredPool()) as pool:
+        origin = pool.origin(URL)
+        first = asyncio.create_task(pool.send(origin, GET, [], Limits()))
+        wire = await wired(pool, 0)
+        wire.connection.data_received(answer())
+        await first
+        again = asyncio.create_task(
+            pool.send(origin, GET, [], Limits(), is_gone=lambda: next(answers))
+        )
+        await turns(lambda: wire.written.count(b"GET") == 2)
+        wire.end()
+        with pytest.raises(httpx.ConnectError, match="has been removed"):
+            await again
+        assert [bytes(one.written) for one in pool.wires[1:]] == [b""]
+
+
 async def test_who_asks_for_a_connection_gets_one_that_is_idle_unless_it_must_be_fresh() -> None:
     async with wiring(WiredPool()) as pool:
         call = asyncio.create_task(sent(pool, "GET", URL, [], [], {}))

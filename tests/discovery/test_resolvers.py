@@ -16,7 +16,7 @@ import dns.rrset
 import pytest
 
 from epd_proxy.discovery import NameSource
-from epd_proxy.discovery.resolvers import DNSResolver, Found, SystemResolver
+from epd_proxy.discovery.resolvers import DNSResolver, DNSThenSystem, Found, SystemResolver
 from epd_proxy.registry import Kind, Spec
 from tests.discovery.hearing import Ear, eventually, started
 
@@ -80,7 +80,7 @@ async def serving() -> AsyncIterator[tuple[Server, DNSResolver]]:
     asking.port = transport.get_extra_info("sockname")[1]
     asking.search = [dns.name.from_text("svc.test.")]
     try:
-        yield server, DNSResolver(asking)
+        yield server, DNSThenSystem(asking)
     finally:
         transport.close()
 
@@ -108,6 +108,14 @@ async def test_short_names_are_looked_up_in_the_search_domains() -> None:
         server.say("A", "10.0.0.1")
 
         assert (await resolver.addresses("encode")).hosts == {"10.0.0.1"}
+
+
+async def test_what_dns_does_not_know_the_system_may() -> None:
+    async with serving() as (server, resolver):
+        found = await resolver.addresses("localhost")
+        assert found.hosts & {"127.0.0.1", "[::1]"}
+        server.say("A", "10.0.0.1", name="localhost")
+        assert (await resolver.addresses("localhost")).hosts == {"10.0.0.1"}
 
 
 async def test_a_name_that_is_not_there_says_so() -> None:
