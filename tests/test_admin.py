@@ -99,7 +99,8 @@ async def test_models_of_several_are_put_together_and_kept_for_a_moment() -> Non
 async def test_models_are_kept_for_a_moment_for_callers_who_say_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
+    now = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr("epd_proxy.admin.time", clock)
     backends = Backends(decode=2)
     routes = [
@@ -112,7 +113,7 @@ async def test_models_are_kept_for_a_moment_for_callers_who_say_the_same(
         for _ in range(2):
             assert (await call(proxy, "GET", "/v1/models", headers=headers)).status == 200
     assert [route.call_count for route in routes] == [150, 150]
-    clock.now += 1.1
+    now[0] += 1.1
     await call(proxy, "GET", "/v1/models", headers=headers)
     assert [route.call_count for route in routes] == [151, 151]
 

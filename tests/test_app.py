@@ -314,7 +314,6 @@ def test_a_loop_that_has_gone_is_forgotten() -> None:
             with listener.accept()[0] as connection:
                 connection.recv(4096)
                 connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
-                connection.recv(4096)
 
         for _ in range(3):
             thread = threading.Thread(target=answer)
@@ -324,6 +323,8 @@ def test_a_loop_that_has_gone_is_forgotten() -> None:
                 assert runner.run(chat(proxy, ask(TEXT))).status == 200
             assert len(proxy._runtimes) == 1
             thread.join(5)
+        for runtime in proxy._runtimes.values():
+            runtime.keeper.detach()
         proxy._runtimes.clear()
         gc.collect()
 

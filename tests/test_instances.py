@@ -120,6 +120,17 @@ async def test_without_an_admin_nobody_drains_and_with_one_a_fixed_fleet_can_be_
     assert await listed(proxy) == {"prefill_decode": {"draining": [D1["url"]]}}
 
 
+async def test_one_of_several_workers_without_a_registry_drains_nobody() -> None:
+    config = Config(decode=D1["url"], admin_api_key="secret")
+    proxy = EPDProxy(config=config, is_alone=False)
+    for method in ("POST", "DELETE"):
+        reply = await drain(proxy, D1["url"], method)
+        assert (reply.status, reply.error["type"]) == (409, "invalid_request_error")
+        assert "--registry" in reply.error["message"]
+    assert await listed(proxy) == {"prefill_decode": {"live": [D1["url"]]}}
+    await proxy.aclose()
+
+
 def test_registration_without_a_key_stops_the_start() -> None:
     with pytest.raises(ConfigError, match="--dynamic-registration: needs a key"):
         Config(dynamic_registration=True)

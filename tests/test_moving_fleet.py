@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec import structs
 
 from epd_proxy import Config, EPDProxy, Instance, Role
 from epd_proxy import calls as module
@@ -446,6 +447,23 @@ async def test_where_the_last_consumer_is_removed_after_it_was_named_it_is_an_ho
     assert loads(proxy) == [0]
 
 
+async def test_where_the_last_consumer_to_push_to_is_removed_one_that_pulls_has_it_redone() -> None:
+    backends = fleet(prefill=0, decode=2)
+    proxy = backends.proxy(
+        dynamic_registration=True, admin_api_key="k", decode=(), probe_interval=0, **FIRST
+    )
+    first, second = (Spec(Kind.PREFILL_DECODE, engine.url) for engine in backends.decode)
+    proxy.registry.register(API, structs.replace(first, ec_zmq_addrs=("tcp://0",)))
+    proxy.registry.register(API, second)
+    removed = member(proxy, "decode")
+    when_asked(backends, "encode", lambda: proxy.registry.deregister(API, removed.url))
+    assert (await chat(proxy, ask(image()))).status == 200
+    assert counts(backends, "decode") == [0, 1]
+    params = [body.get("ec_transfer_params") for body in backends.encode[0].bodies]
+    assert [bool(each) for each in params] == [True, False]
+    assert removed.load == 0
+
+
 async def test_a_consumer_that_registers_with_its_addresses_is_named_to_encoders() -> None:
     backends = fleet(prefill=0)
     proxy = backends.proxy(
@@ -657,7 +675,7 @@ async def test_a_fleet_that_flaps_gives_200_and_honest_503_and_asks_nobody_who_h
         return found
 
     flapping = asyncio.create_task(flap())
-    answers = await asyncio.gather(*(keep_asking() for _ in range(20)))
+    answers = await asyncio.gather(*(keep_asking() for _ in range(8)))
     await flapping
     statuses = [status for found in answers for status in found]
     assert set(statuses) == {200, 503}
