@@ -55,8 +55,9 @@ class Pipeline:
         retries = max(0, self._config.decode_retries)
         attempt = 0
         while True:
+            pushes = calls.pushes
             try:
-                await self._attempt(calls, chat, items, roles)
+                await self._attempt(calls, chat, items, roles, pushes=pushes)
                 return
             except UpstreamError as failure:
                 # An encoder's failure has been dealt with where it is known what it concerns.
@@ -64,7 +65,7 @@ class Pipeline:
                     raise
                 if isinstance(failure, Unreachable):
                     # Encoders have pushed to a consumer that cannot be reached.
-                    if not calls.pushes:
+                    if not pushes:
                         raise
                     calls.require_another(failure)
                     continue
@@ -74,7 +75,13 @@ class Pipeline:
                 await calls.redo(failure, attempt)
 
     async def _attempt(
-        self, calls: Calls, chat: Chat, items: list[Item], roles: AbstractSet[Role]
+        self,
+        calls: Calls,
+        chat: Chat,
+        items: list[Item],
+        roles: AbstractSet[Role],
+        *,
+        pushes: bool,
     ) -> None:
         """
         Everything from the caller's body on.
@@ -85,7 +92,7 @@ class Pipeline:
             calls.exchange.is_degraded = False
         with Lease() as lease:
             # Encoders that push must know the consumer; else it is chosen when its turn comes.
-            consumer = lease.take(calls.pick(Role.DECODE)) if calls.pushes else None
+            consumer = lease.take(calls.pick(Role.DECODE)) if pushes else None
             references = await self._references(calls, chat, items, roles, consumer)
             prompt = await self._prompt(calls, chat, references, roles)
             if consumer is not None:

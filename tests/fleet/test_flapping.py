@@ -109,8 +109,8 @@ def check(one: Flapping, found: Load, staying: int) -> None:
     assert others == []
     assert found.statuses[200] > CALLERS
     assert sum(len(engine.calls) for engine in one.engines) > CALLERS
-    # Else it has not flapped as it should.
-    assert one.changes / one.seconds > 0.8 * CHANGES_A_SECOND
+    # A machine with other work to do may be slower, but not so slow that this means nothing.
+    assert one.changes / one.seconds > CHANGES_A_SECOND / 4
 
 
 def specs(engines: Sequence[Living]) -> list[Spec]:
