@@ -74,7 +74,7 @@ class Admin:
         await exchange.respond(200 if is_well else 503, _JSON, msgspec.json.encode(content))
 
     async def _state(self, role: Role) -> str:
-        members = [one for one in self._registry.instances() if one.role is role]
+        members = self._registry.members(role)
         if not members:
             # A fleet that fills by itself may be empty still.
             missing = self._registry.is_configured(role) and not self._config.is_open
@@ -155,7 +155,9 @@ class Admin:
         # The first, not the next: what was started must be stopped.
         ready = {role: self._registry.ready(role) for role in Role}
         for role in Role:
-            if self._registry.is_configured(role) and not ready[role]:
+            # In an open fleet nobody may have joined in a role yet.
+            is_missing = self._registry.is_configured(role) and not self._config.is_open
+            if not ready[role] and (is_missing or self._registry.members(role)):
                 raise NoInstance(f"no {role} server is ready", stage=role)
         roles = [role for role in Role if ready[role]]
         instances = [ready[role][0] for role in roles]

@@ -284,13 +284,16 @@ class Registry:
         """Whether some decode server, ready or not, does not rule the model out; empty: any."""
         if not model or not self._declares_models:
             return True
-        found = [entry.instance for entry in self._entries.values()]
-        decoders = [one for one in found if one.role is Role.DECODE]
+        decoders = self.members(Role.DECODE)
         return not decoders or any(_serves(one, model) for one in decoders)
 
     def instances(self) -> list[Instance]:
         """All there are, ready or not."""
         return [entry.instance for entry in self._entries.values()]
+
+    def members(self, role: Role) -> list[Instance]:
+        """All that play a role, ready or not."""
+        return [one for one in self.instances() if one.role is role]
 
     def find(self, url: str) -> Instance | None:
         """``url`` in its one spelling."""
@@ -506,8 +509,7 @@ class Registry:
         self._look_again(role)
 
     def _enabled(self, role: Role) -> list[Instance]:
-        found = [entry.instance for entry in self._entries.values()]
-        return [one for one in found if one.role is role and not self._is_draining(one.url)]
+        return [one for one in self.members(role) if not self._is_draining(one.url)]
 
     def _look_again(self, role: Role) -> None:
         """When an instance will return by itself."""

@@ -156,6 +156,8 @@ class _Workers:
                     status = _NOT_STARTED
                     self._pass_on(signal.SIGTERM, None)
                 else:
+                    # One that dies at once must not be all that the machine does.
+                    time.sleep(_TICK)
                     self._start()
         return status
 

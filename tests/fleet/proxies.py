@@ -23,6 +23,9 @@ KEY = "fleet-key"
 LIMIT = 10
 """Seconds after which something has hung."""
 
+UNMEASURED = {"COVERAGE_PROCESS_START": "", "COVERAGE_PROCESS_CONFIG": ""}
+"""The environment of processes that have much to do: coverage would make them half as fast."""
+
 
 async def until(holds: Callable[[], Awaitable[object]], within: float = LIMIT) -> float:
     """Asks again and again, for what nobody tells of: the seconds that it took."""
@@ -144,6 +147,15 @@ class Served:
         self.pids += map(int, re.findall(r"Started server process \[(\d+)\]", output))
         pattern = r"running on (http://\S+)"
         self.url = (re.search(pattern, output) or await self.printed(pattern))[1]
+        await until(self.listens)
+
+    async def listens(self) -> bool:
+        """Whether connections are taken; a worker says that it has started a little earlier."""
+        try:
+            async with line(self.url):
+                return True
+        except ConnectionRefusedError:
+            return False
 
     async def printed(self, pattern: str) -> re.Match[str]:
         """What it prints from now on."""
@@ -194,10 +206,10 @@ def _stopped(pids: Iterable[int]) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def serve(*args: str, workers: int = 1, port: int = 0) -> AsyncIterator[Served]:
+async def serve(*args: str, workers: int = 1, busy: bool = False) -> AsyncIterator[Served]:
     """A proxy that has started, all its workers; ``ADMIN_API_KEY`` is set."""
-    words = ["serve", "--port", str(port), "--workers", str(workers)]
-    process = Process(*words, "--graceful-timeout", "1", *args, env={"ADMIN_API_KEY": KEY})
+    words = ["serve", "--port", "0", "--workers", str(workers), "--graceful-timeout", "1", *args]
+    process = Process(*words, env={"ADMIN_API_KEY": KEY, **(UNMEASURED if busy else {})})
     served = Served(process)
     try:
         await served.start(workers)

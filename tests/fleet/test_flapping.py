@@ -159,7 +159,7 @@ async def test_flapping_by_the_api_gives_200_or_honest_503_and_sends_nothing_to_
 ) -> None:
     async with (
         flapping(staying) as one,
-        serve("--dynamic-registration", "--probe-interval", "0.05") as proxy,
+        serve("--dynamic-registration", "--probe-interval", "0.05", busy=True) as proxy,
         AsyncExitStack() as stack,
     ):
         lines = [await stack.enter_async_context(line(proxy.url)) for _ in range(FLAPPERS)]

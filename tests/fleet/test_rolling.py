@@ -5,6 +5,7 @@ Engines that are restarted with care, and engines that are killed, under load.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from tests.faults.fleet import STAGES
 from tests.fleet.engines import Living, living, slowly
 from tests.fleet.load import load, report
-from tests.fleet.proxies import Line, flags, line, serve
+from tests.fleet.proxies import UNMEASURED, Line, flags, line, serve
 
 CALLERS = 40
 TIMES = {"encode": 0.05, "prefill": 0.05, "decode": 0.2}
@@ -45,7 +46,7 @@ async def test_a_rolling_restart_of_every_engine_under_load_loses_no_request(aga
     async with living(*engines):
         static = {} if again else {role: [e.url for e in by_role[role]] for role in STAGES}
         async with (
-            serve("--dynamic-registration", *flags(**static)) as proxy,
+            serve("--dynamic-registration", *flags(**static), busy=True) as proxy,
             line(proxy.url) as api,
         ):
             for engine in engines if again else ():
@@ -71,7 +72,8 @@ class Process:
     def __init__(self, role: str) -> None:
         self.role = role
         words = [sys.executable, "-m", "tests.fleet.engines", role, str(TIMES[role])]
-        self._process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        env = {**os.environ, **UNMEASURED}
+        self._process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
         self.url = ""
 
     def wait(self) -> None:
@@ -105,7 +107,7 @@ async def test_killing_one_of_three_of_each_role_loses_only_the_streams_that_had
 ):
     with processes(3) as engines:
         urls = {role: [one.url for one in engines if one.role == role] for role in STAGES}
-        async with serve(*flags(**urls)) as proxy:
+        async with serve(*flags(**urls), busy=True) as proxy:
             async with load(proxy.url, CALLERS) as found:
                 await found.more(5 * CALLERS)
                 for one in engines[::3]:

@@ -8,7 +8,6 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -24,17 +23,6 @@ DELAY = 1.0
 GRACE = 1.0
 TEXT = request(images=0)
 STREAM = request(True, images=0)
-
-
-async def is_refused(url: str) -> bool:
-    address = urlsplit(url)
-    try:
-        _, writer = await asyncio.open_connection(address.hostname, address.port)
-    except ConnectionRefusedError:
-        return True
-    writer.transport.abort()
-    await asyncio.sleep(0)
-    return False
 
 
 async def endless(call: Call) -> None:
@@ -73,6 +61,9 @@ class Busy:
         await self.encoder.call()
         for caller in (*self.finite, self.endless):
             await caller.until(lambda caller=caller: CONTENT in caller.body)  # type: ignore[misc]
+
+    async def nobody_listens(self) -> bool:
+        return not await self.proxy.listens()
 
     async def close(self) -> None:
         for caller in (*self.finite, self.endless, self.encoding):
@@ -123,7 +114,7 @@ async def test_a_signal_turns_health_red_ends_finite_streams_whole_and_cuts_the_
         assert now() - told < DELAY
         served = len(one.decoder.calls)
 
-        closed = await until(lambda: is_refused(one.proxy.url), within=DELAY + 1)
+        closed = await until(one.nobody_listens, within=DELAY + 1)
         assert now() - told >= DELAY
         # Nor on connections that are open already.
         for each in lines:

@@ -9,8 +9,15 @@ import sys
 import pytest
 
 from perf import soak
+from tests.fleet.proxies import UNMEASURED
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the soak reads /proc")
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in UNMEASURED.items():
+        monkeypatch.setenv(name, value)
 
 
 def test_after_mixed_endings_memory_and_sockets_are_what_they_were(
