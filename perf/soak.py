@@ -330,8 +330,16 @@ class Proxy:
 
     async def quiet(self, sockets: int) -> Measured:
         """Once no more than so many sockets are left, or after some patience."""
-        await _until(lambda: self.sockets <= sockets)
-        return Measured(self.memory, self.sockets)
+        seen = self.sockets
+
+        def is_quiet() -> bool:
+            nonlocal seen
+            seen = self.sockets
+            return seen <= sockets
+
+        await _until(is_quiet)
+        # Not counted again: the next probe may have opened one meanwhile.
+        return Measured(self.memory, seen)
 
     async def ask(self, line: str) -> tuple[int, bytes]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
