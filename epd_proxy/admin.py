@@ -5,7 +5,6 @@ What is not inference: ``/health``, ``/live``, ``/v1/models`` and profiling.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import math
 import time
 from collections.abc import Coroutine, Iterable, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from epd_proxy.admission import AdminKey
 from epd_proxy.asgi import Exchange, Patience
 from epd_proxy.calls import Fleet
 from epd_proxy.config import Config
@@ -46,7 +46,7 @@ class Admin:
         self._keeper = keeper
         self._door = door
         self._models: dict[bytes, tuple[float, bytes]] = {}
-        self._key = config.admin_api_key.encode()
+        self._key = AdminKey(config.admin_api_key)
         self._bearer = f"Bearer {config.profile_api_key}".encode()
         self._patience = Patience(config.body_timeout)
         self._max_body_size = config.max_body_size
@@ -148,8 +148,7 @@ class Admin:
         """
         if not self._key:
             raise NotFound(f"there is nothing at {path}")
-        given = exchange.header(b"x-api-key").encode("latin-1")
-        if not hmac.compare_digest(given, self._key):
+        if not self._key.matches(exchange.header(b"x-api-key")):
             raise Forbidden("profiling needs the right X-API-Key")
         body = await exchange.read(self._max_body_size, self._patience)
         # The first, not the next: what was started must be stopped.

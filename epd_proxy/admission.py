@@ -55,6 +55,20 @@ class Keys:
         return owner
 
 
+class AdminKey:
+    """``X-API-Key`` of those who run the fleet; empty: there are none."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key.encode()
+
+    def __bool__(self) -> bool:
+        return bool(self._key)
+
+    def matches(self, given: str) -> bool:
+        """``given``: the header's value in latin-1. Compared in constant time."""
+        return bool(self._key) and hmac.compare_digest(given.encode("latin-1"), self._key)
+
+
 def _digest(key: bytes) -> bytes:
     """All are of one length: not even the length of a key shows in the time of a comparison."""
     return sha256(key).digest()

@@ -14,7 +14,6 @@ The first three are those of vLLM 0.33.0's proxy.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import ipaddress
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 from msgspec import Struct
 
-from epd_proxy.admission import Keys
+from epd_proxy.admission import AdminKey, Keys
 from epd_proxy.asgi import Exchange, Patience
 from epd_proxy.config import Config, is_name, normalised_url
 from epd_proxy.errors import Conflict, Forbidden, NotFound, RawHeaders, RequestError, Unprocessable
@@ -74,7 +73,7 @@ class Instances:
         self._keeper = keeper
         self._reaches_all = is_alone or keeper.store is not None
         self._store = keeper.store
-        self._key = config.admin_api_key.encode()
+        self._key = AdminKey(config.admin_api_key)
         self._is_open = config.dynamic_registration
         self._networks = [ipaddress.ip_network(each) for each in config.allowed_instance_networks]
         self._drain_timeout = config.drain_timeout or None
@@ -170,8 +169,7 @@ class Instances:
         return instance
 
     def _is_admin(self, exchange: Exchange) -> bool:
-        given = exchange.header(b"x-api-key").encode("latin-1")
-        return bool(self._key) and hmac.compare_digest(given, self._key)
+        return self._key.matches(exchange.header(b"x-api-key"))
 
     def _check_admin(self, exchange: Exchange) -> None:
         if not self._key:

@@ -19,7 +19,7 @@ from epd_proxy.config import Config, is_name
 from epd_proxy.discovery import Away, FileSource, NameSource, Source, Store, normalised_name
 from epd_proxy.errors import ConfigError, UpstreamError
 from epd_proxy.probes import Prober
-from epd_proxy.registry import API, FLAGS, Instance, Registry, Spec, specs_of
+from epd_proxy.registry import API, FLAGS, Instance, Registry, Spec, names_among, specs_of
 from epd_proxy.upstream import Upstream
 
 logger = logging.getLogger("epd_proxy")
@@ -31,7 +31,7 @@ _SECONDS_TO_SEE = 1.0
 
 def check_sources(config: Config) -> None:
     """Raises ConfigError for what no source could be made of."""
-    names = [spec for spec in specs_of(config) if is_name(spec.url)]
+    names = names_among(specs_of(config))
     if names:
         NameSource(names, lambda _: None)
     if config.registry:
@@ -82,7 +82,7 @@ class Keeper:
         self, file: tuple[Path, Callable[[Path], Config]] | None
     ) -> tuple[NameSource | None, FileSource | None]:
         """What looks up names, and what reads the file, which may bring others."""
-        names = [spec for spec in specs_of(self._config) if is_name(spec.url)]
+        names = names_among(specs_of(self._config))
         if not names and file is None:
             return None, None
         looked_up = NameSource(names, partial(self._registry.sync, NAMES))
@@ -154,7 +154,7 @@ class Keeper:
 
     def _declare(self, specs: Sequence[Spec]) -> None:
         """Raises ValueError, and nothing has changed."""
-        names = [spec for spec in specs if is_name(spec.url)]
+        names = names_among(specs)
         for name in names:
             normalised_name(name.url)
         self._registry.sync(FLAGS, [spec for spec in specs if not is_name(spec.url)])

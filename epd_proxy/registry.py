@@ -265,7 +265,7 @@ class Registry:
 
     def expect(self, specs: Iterable[Spec]) -> None:
         """Which roles the names among these are to fill."""
-        self.expected = frozenset(spec.role for spec in specs if is_name(spec.url))
+        self.expected = frozenset(spec.role for spec in names_among(specs))
         self.refresh()
 
     # What is asked
@@ -545,6 +545,11 @@ class Registry:
 
 def _serves(instance: Instance, model: str) -> bool:
     return not instance.models or model in instance.models
+
+
+def names_among(specs: Iterable[Spec]) -> list[Spec]:
+    """Those that stand for any number of instances."""
+    return [spec for spec in specs if is_name(spec.url)]
 
 
 def specs_of(config: Config) -> list[Spec]:

@@ -111,7 +111,7 @@ class Forwarded:
                 if name == b"accept-encoding":
                     self.encodings = field[1]
                 elif name == b"connection":
-                    dropped |= {option.strip().lower() for option in field[1].split(b",")}
+                    dropped |= _listed(field[1])
             elif not name.startswith(prefixes):
                 fields.append(field)
         if dropped is not forwarding.dropped:
@@ -128,10 +128,15 @@ def relayed_headers(headers: RawHeaders) -> RawHeaders:
     return _without(headers, _NOT_RELAYED)
 
 
+def _listed(value: bytes) -> frozenset[bytes]:
+    """The headers that a ``connection`` header names: they end here, as it does."""
+    return frozenset(option.strip().lower() for option in value.split(b","))
+
+
 def _without(headers: RawHeaders, dropped: frozenset[bytes]) -> RawHeaders:
     for name, value in headers:
         if name == b"connection":
-            dropped |= {option.strip().lower() for option in value.split(b",")}
+            dropped |= _listed(value)
         elif name == b"transfer-encoding":
             # It overrides a length, RFC 9112, section 6.3.
             dropped |= {b"content-length"}
