@@ -18,7 +18,7 @@ from starlette.websockets import WebSocketClose
 
 from epd_proxy.admin import Admin
 from epd_proxy.admission import Keys
-from epd_proxy.asgi import Exchange, local_path
+from epd_proxy.asgi import Exchange, local_path, loop_of
 from epd_proxy.calls import Fleet
 from epd_proxy.config import Config
 from epd_proxy.door import Door
@@ -124,7 +124,8 @@ class EPDProxy:
     async def _serve(self, methods: Methods, exchange: Exchange) -> None:
         began = time.perf_counter()
         try:
-            handler = self._runtime().handlers[_name_of(exchange.scope, methods)]
+            runtime = self._runtime(loop_of(exchange.scope))
+            handler = runtime.handlers[_name_of(exchange.scope, methods)]
             await handler(exchange)
         except ClientDisconnect:
             return
@@ -153,7 +154,7 @@ class EPDProxy:
 
     async def _own_lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
-        await self._runtime().keeper.settled()
+        await self._runtime(asyncio.get_running_loop()).keeper.settled()
         await send({"type": "lifespan.startup.complete"})
         await receive()
         await send({"type": "lifespan.shutdown.complete"})
@@ -165,7 +166,7 @@ class EPDProxy:
             yield
 
     async def __aenter__(self) -> Self:
-        await self._runtime().keeper.settled()
+        await self._runtime(asyncio.get_running_loop()).keeper.settled()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -189,8 +190,7 @@ class EPDProxy:
         for runtime in self._runtimes.values():
             runtime.keeper.reload()
 
-    def _runtime(self) -> Runtime:
-        loop = asyncio.get_running_loop()
+    def _runtime(self, loop: asyncio.AbstractEventLoop) -> Runtime:
         runtime = self._runtimes.get(loop)
         if runtime is None:
             # Its connections keep a loop alive, so a map of weak references would not do.

@@ -18,7 +18,7 @@ from epd_proxy.errors import BodyTimeout, BodyTooLarge, ProxyError, RawHeaders, 
 from epd_proxy.inflate import Inflater
 
 _NUMBER = re.compile(r"[0-9]{0,9}\.?[0-9]{1,9}(?:[eE][+-]?[0-9]{1,3})?", re.ASCII)
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 def local_path(scope: Scope) -> str:
@@ -98,9 +98,11 @@ class Caller:
     costs; and what is half closed, or does not read, shows there late or never.
     """
 
-    __slots__ = ("_on_leave", "is_gone")
+    __slots__ = ("_on_leave", "is_gone", "loop")
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        """Where the request is served: before Python 3.12, to ask for it is a system call."""
         self.is_gone = False
         self._on_leave: Callable[[], None] | None = None
 
@@ -118,8 +120,14 @@ class Caller:
         self._on_leave = None
 
 
-def current_task() -> asyncio.Task[Any]:
-    task = asyncio.current_task()
+def loop_of(scope: Scope) -> asyncio.AbstractEventLoop:
+    """The loop that runs."""
+    caller: Caller | None = scope.get(CALLER)
+    return asyncio.get_running_loop() if caller is None else caller.loop
+
+
+def current_task(loop: asyncio.AbstractEventLoop | None = None) -> asyncio.Task[Any]:
+    task = asyncio.current_task(loop)
     assert task is not None
     return task
 
@@ -137,8 +145,9 @@ class Exchange:
         self._receive = receive
         self._send = send
         self.headers: RawHeaders = scope["headers"]
-        self._values: dict[bytes, bytes] = dict(self.headers)
-        self.request_id = _request_id(self.header(b"x-request-id"))
+        self.known: dict[bytes, bytes] = dict(self.headers)
+        """The headers by name, the last of each."""
+        self.request_id = _request_id(self.known.get(b"x-request-id", b""))
         self.status = 0
         self.sent = 0
         """Bytes of the answer's body that have gone."""
@@ -152,7 +161,7 @@ class Exchange:
 
     def header(self, name: bytes) -> str:
         """One of the caller's headers, the last of that name; empty if there is none."""
-        return self._values.get(name, b"").decode("latin-1")
+        return self.known.get(name, b"").decode("latin-1")
 
     @property
     def is_started(self) -> bool:
@@ -184,18 +193,25 @@ class Exchange:
         Raises BodyTooLarge (413) as soon as more than ``limit`` bytes are known to come,
         BodyTimeout (408), UnsupportedEncoding (415), and ClientDisconnect if the caller leaves.
         """
-        declared = self.header(b"content-length")
+        declared = self.known.get(b"content-length", b"")
         # More digits than that Python would not even read.
-        if declared.isdecimal() and (len(declared) > 20 or int(declared) > limit):
+        if declared.isdigit() and (len(declared) > 20 or int(declared) > limit):
             raise _too_large(limit)
         inflater = None
-        if b"content-encoding" in self._values:
+        if b"content-encoding" in self.known:
             # A coding on a line of its own counts as well as one behind a comma.
             codings = [value for name, value in self.headers if name == b"content-encoding"]
             inflater = Inflater(b",".join(codings).decode("latin-1"), limit)
-        task = self._task = current_task()
+        task = self._task = current_task(loop_of(self.scope))
+        patience.renew(task)
         try:
-            body = await self._collect(limit, inflater, patience, task)
+            message = await self._receive()
+            if message.get("more_body") or "body" not in message or inflater is not None:
+                body = await self._collect(message, limit, inflater, patience, task)
+            else:
+                body = message["body"]
+                if len(body) > limit:
+                    raise _too_large(limit)
         finally:
             if patience.end(task):
                 reason = f"the request body did not go on for {patience.seconds:g} s"
@@ -205,13 +221,17 @@ class Exchange:
         return body
 
     async def _collect(
-        self, limit: int, inflater: Inflater | None, patience: Patience, task: asyncio.Task[Any]
+        self,
+        message: Message,
+        limit: int,
+        inflater: Inflater | None,
+        patience: Patience,
+        task: asyncio.Task[Any],
     ) -> bytes:
+        """What begins with ``message``."""
         chunks: list[bytes] = []
         size = 0
         while True:
-            patience.renew(task)
-            message = await self._receive()
             if message["type"] == "http.disconnect":
                 self.is_gone = True
                 raise ClientDisconnect
@@ -226,6 +246,8 @@ class Exchange:
                 chunks.append(chunk)
             if not message.get("more_body", False):
                 return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            patience.renew(task)
+            message = await self._receive()
 
     def watch(self) -> Caller | asyncio.Task[None]:
         """
@@ -256,19 +278,22 @@ class Exchange:
         headers = [*headers, (b"x-request-id", self.request_id.encode())]
         if self.is_degraded:
             headers.append((b"x-epd-degraded", b"encode"))
-        await self._say({"type": "http.response.start", "status": status, "headers": headers})
+        try:
+            await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        except OSError:
+            raise self._nobody() from None
 
     async def write(self, body: bytes, more: bool) -> None:
-        await self._say({"type": "http.response.body", "body": body, "more_body": more})
+        try:
+            await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        except OSError:
+            raise self._nobody() from None
         self.sent += len(body)
 
-    async def _say(self, message: Message) -> None:
-        try:
-            await self._send(message)
-        except OSError:
-            # Some hosts tell so that nobody is there any more.
-            self.is_gone = True
-            raise ClientDisconnect from None
+    def _nobody(self) -> ClientDisconnect:
+        """Some hosts tell by an OSError that nobody is there any more."""
+        self.is_gone = True
+        return ClientDisconnect()
 
     async def respond(self, status: int, headers: RawHeaders, body: bytes) -> None:
         """Sends a whole answer."""
@@ -281,9 +306,11 @@ class Exchange:
         await self.respond(error.status, headers, body)
 
 
-def _request_id(given: str) -> str:
+def _request_id(given: bytes) -> str:
     """The caller's id where it is safe to repeat in headers and logs, else a new one."""
-    return given if _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
+    if given and _REQUEST_ID.fullmatch(given):
+        return given.decode()
+    return f"{random.getrandbits(128):032x}"
 
 
 def _too_large(limit: int) -> BodyTooLarge:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -66,9 +66,10 @@ class Calls:
         self._full: set[Instance] = set()
         """Those that sent this request elsewhere: they are not asked again."""
 
-    def has(self, role: Role) -> bool:
-        """Whether the fleet has the role, be anybody ready or not."""
-        return self._registry.is_configured(role)
+    def lacking(self, roles: Iterable[Role]) -> list[Role]:
+        """Those of the roles that nobody is ready for."""
+        ready, model = self._registry.ready, self._model
+        return sorted([role for role in roles if not ready(role, model)])
 
     async def expect(self, role: Role) -> None:
         """Raises NoInstance (503) if nobody in the role is ready within ``--wait-for-ready``."""
@@ -80,11 +81,6 @@ class Calls:
                     while not self._registry.ready(role, self._model):
                         await self._registry.changed()
         self._selection.ready(role, self._model)
-
-    @property
-    def pushes(self) -> bool:
-        """Whether encoders push, to a consumer that has to be chosen before them."""
-        return self._registry.pushes
 
     def pick(self, role: Role, key: str | None = None) -> Instance:
         """One that has not failed this request, if there is one. Raises NoInstance (503)."""
@@ -190,13 +186,14 @@ class Calls:
         instance: Instance,
         name: str,
         body: Sequence[Buffer],
-        extra: RawHeaders | None = None,
+        extra: Sequence[tuple[bytes, bytes]] = (),
     ) -> Call:
-        self.exchange.stage = instance.role
+        exchange = self.exchange
+        exchange.stage = role = instance.role
         # Engines keep requests by their ids, so no two calls may share one, retries included.
-        request_id = f"{self.exchange.request_id}:{name}:{self._fleet.rng.getrandbits(24):06x}"
+        request_id = f"{exchange.request_id}:{name}:{self._fleet.rng.getrandbits(24):06x}"
         answer = self._upstream.chat(instance, self._forwarded, request_id, body, extra)
-        return Call(instance, answer, self.exchange.trace, self._registry.health[instance.role])
+        return Call(instance, answer, exchange.trace, self._registry.health[role])
 
 
 class Call:
@@ -220,27 +217,30 @@ class Call:
         self._coming = coming
         self._trace = trace
         self._answer: Answer
+        self._began = time.perf_counter()
 
     async def __aenter__(self) -> Answer:
-        self._began = time.perf_counter()
         try:
-            self._answer = await self._coming
+            answer = self._answer = await self._coming
         except BaseException as exc:
             self._note(0)
             self._judge(exc)
             raise
-        return self._answer
+        return answer
 
     async def __aexit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
-        await self._answer.aclose()
-        self._note(self._answer.status)
-        self._judge(exc)
-
-    def _judge(self, exc: BaseException | None) -> None:
-        """What the call says of its instance; nothing, if it was the caller who left."""
+        answer = self._answer
+        if not answer.is_whole:
+            await answer.aclose()
+        self._note(answer.status)
         if exc is None:
             self._health.succeeded(self._instance)
-        elif isinstance(exc, Unreachable):
+        else:
+            self._judge(exc)
+
+    def _judge(self, exc: BaseException) -> None:
+        """What a failure says of the instance; nothing, if it was the caller who left."""
+        if isinstance(exc, Unreachable):
             if not isinstance(exc, Exhausted):
                 self._health.refused(self._instance)
         elif isinstance(exc, UpstreamError):
@@ -249,5 +249,5 @@ class Call:
             (self._health.succeeded if is_callers_fault else self._health.failed)(self._instance)
 
     def _note(self, status: int) -> None:
-        seconds = time.perf_counter() - self._began
-        self._trace.append(Step(self._instance.role, self._instance.url, seconds, status))
+        instance, seconds = self._instance, time.perf_counter() - self._began
+        self._trace.append(Step(instance.role, instance.url, seconds, status))

@@ -73,22 +73,28 @@ class Connection(asyncio.Protocol):
     """One socket."""
 
     __slots__ = (
+        "_feed",
         "_home",
         "_incoming",
         "_is_written",
-        "_loop",
         "_may_write",
+        "_parser",
         "_transport",
         "_watcher",
         "_watches_for",
         "idle_since",
         "is_closed",
+        "loop",
         "was_used",
     )
 
     def __init__(self, home: Home) -> None:
         self._home = home
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
+        self._parser = parser = httptools.HttpResponseParser(self)
+        # Beside chunks a length is not believed, RFC 9112, section 6.3.
+        parser.set_dangerous_leniencies(lenient_chunked_length=True)
+        self._feed = parser.feed_data
         self._incoming: Incoming | None = None
         self._transport: asyncio.Transport
         self._may_write: asyncio.Future[None] | None = None
@@ -113,10 +119,10 @@ class Connection(asyncio.Protocol):
         """
         if self.is_closed:
             raise Unanswered(httpx.ReadError("closed before it was used again"))
-        incoming = self._incoming = Incoming(self, self._loop, limits, is_head)
+        incoming = self._incoming = Incoming(self, limits, is_head)
         try:
-            if isinstance(body, list | tuple):
-                self._transport.writelines([head, *body])
+            if isinstance(body, (list, tuple)):
+                self._transport.writelines((head, *body))
             else:
                 assert isinstance(body, AsyncIterator)
                 self._is_written = False
@@ -146,7 +152,7 @@ class Connection(asyncio.Protocol):
         self._is_written = True
 
     def pause_writing(self) -> None:
-        self._may_write = self._loop.create_future()
+        self._may_write = self.loop.create_future()
 
     def resume_writing(self) -> None:
         if self._may_write is not None and not self._may_write.done():
@@ -167,7 +173,11 @@ class Connection(asyncio.Protocol):
             self.abort()
             return
         try:
-            incoming.feed(data)
+            if not incoming.has_head:
+                incoming.head_size += len(data)
+            self._feed(data)
+            if not incoming.has_head and incoming.head_size > _MOST_HEAD:
+                raise httptools.HttpParserError("head too large")
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
             if not incoming.is_complete:
                 incoming.fail(httpx.RemoteProtocolError(f"no HTTP: {exc}"))
@@ -179,7 +189,48 @@ class Connection(asyncio.Protocol):
             self.resume_writing()
         if incoming.is_complete:
             self._end_exchange(incoming)
+        else:
+            incoming.hold_back()
         incoming.wake()
+
+    # From the parser
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        incoming = self._incoming
+        assert incoming is not None
+        if incoming.has_head:
+            # A trailer, or more than was asked for.
+            return
+        name = name.lower()
+        if name == b"transfer-encoding" and value.rstrip(b" ").lower() != b"chunked":
+            # What the parser does not take for chunks (with a tab behind it, too) is refused.
+            raise httptools.HttpParserError("unknown transfer coding")
+        incoming.fields.append((name, value.strip(b" \t")))
+
+    def on_headers_complete(self) -> None:
+        incoming = self._incoming
+        assert incoming is not None
+        if not incoming.is_complete:
+            incoming.begin(self._parser.get_status_code())
+
+    def on_body(self, piece: bytes) -> None:
+        incoming = self._incoming
+        assert incoming is not None
+        incoming.put(piece)
+
+    def on_message_begin(self) -> None:
+        incoming = self._incoming
+        assert incoming is not None
+        if incoming.is_complete:
+            # More than was asked for.
+            incoming.keeps_open = False
+
+    def on_message_complete(self) -> None:
+        incoming = self._incoming
+        assert incoming is not None
+        if not incoming.is_interim and not incoming.is_complete:
+            incoming.is_complete = True
+            incoming.keeps_open = self._parser.should_keep_alive()
 
     def _end_exchange(self, incoming: Incoming) -> None:
         self._incoming = None
@@ -196,7 +247,7 @@ class Connection(asyncio.Protocol):
             if self._watcher is not None:
                 self._watcher.cancel()
             self._watches_for = deadline
-            self._watcher = self._loop.call_at(deadline, self._look)
+            self._watcher = self.loop.call_at(deadline, self._look)
 
     def _look(self) -> None:
         self._watcher = None
@@ -231,7 +282,7 @@ class Connection(asyncio.Protocol):
 
 class Incoming(httpx.AsyncByteStream):
     """
-    An answer, and the callbacks of its parser.
+    An answer on its way from its connection to its reader.
 
     ``status`` and ``fields`` (names in lower case) are there once ``has_head``; the body is read by
     iterating.
@@ -241,69 +292,79 @@ class Incoming(httpx.AsyncByteStream):
         "_connection",
         "_deadline",
         "_error",
-        "_feed",
-        "_head_size",
-        "_is_head",
-        "_is_interim",
         "_is_late",
         "_is_paused",
         "_limits",
-        "_loop",
-        "_parser",
         "_pieces",
         "_unread",
         "_waiter",
         "fields",
         "has_head",
+        "head_size",
         "is_complete",
+        "is_head",
+        "is_interim",
         "keeps_open",
         "status",
     )
 
-    def __init__(
-        self,
-        connection: Connection,
-        loop: asyncio.AbstractEventLoop,
-        limits: Limits,
-        is_head: bool,
-    ) -> None:
+    def __init__(self, connection: Connection, limits: Limits, is_head: bool) -> None:
         self._connection = connection
-        self._loop = loop
         self._limits = limits
-        self._is_head = is_head
         self._deadline = 0.0
         self._waiter: asyncio.Future[None] | None = None
         self._pieces: list[bytes] = []
         self._unread = 0
-        self._head_size = 0
         self._is_late = False
         self._is_paused = False
-        self._is_interim = False
         self._error: Exception | None = None
-        self._parser = parser = httptools.HttpResponseParser(self)
-        # Beside chunks a length is not believed, RFC 9112, section 6.3.
-        parser.set_dangerous_leniencies(lenient_chunked_length=True)
-        self._feed = parser.feed_data
+        self.is_head = is_head
+        self.is_interim = False
+        self.head_size = 0
+        """Bytes in which the head was, some of which may be the body's."""
         self.status = 0
         self.fields: Fields = []
         self.has_head = False
         self.is_complete = False
         self.keeps_open = False
 
+    # From the connection
+
     @property
     def is_settled(self) -> bool:
         """Whether there is nothing more to say to the engine."""
         return self.has_head or self._error is not None
 
-    # From the connection
-
-    def feed(self, data: bytes) -> None:
-        if not self.has_head:
-            self._head_size += len(data)
-        self._feed(data)
-        if self._head_size > _MOST_HEAD and not self.has_head:
+    def begin(self, status: int) -> None:
+        """The head is there. Raises HttpParserError if it is none that can be read."""
+        if status < 100:
+            raise httptools.HttpParserError("no status")
+        fields = self.fields
+        if len(fields) > _MOST_FIELDS or (
+            self.head_size > _MOST_HEAD and sum(map(_length, fields)) > _MOST_HEAD
+        ):
             raise httptools.HttpParserError("head too large")
-        if self._unread > _MOST_UNREAD and not (self._is_paused or self.is_complete):
+        self.is_interim = status < 200
+        if self.is_interim:
+            self.fields = []
+            return
+        self.status = status
+        self.has_head = True
+        if self.is_head:
+            self.is_complete = True
+            # Not kept open: a body that should not be there could not be told from an answer.
+
+    def put(self, piece: bytes) -> None:
+        """A piece of the body."""
+        if self.is_complete:
+            self.keeps_open = False
+            return
+        self._pieces.append(piece)
+        self._unread += len(piece)
+
+    def hold_back(self) -> None:
+        """Where the reader does not keep pace, so must the engine."""
+        if self._unread > _MOST_UNREAD and not self._is_paused:
             self._is_paused = True
             self._connection.pause_reading()
 
@@ -311,7 +372,7 @@ class Incoming(httpx.AsyncByteStream):
         """The connection is gone, which for some answers is the end."""
         if self.has_head and exc is None and not _has_length(self.fields):
             self.is_complete = True
-        elif not self._head_size:
+        elif not self.head_size:
             reason = httpx.ReadError(str(exc)) if exc else httpx.RemoteProtocolError("no answer")
             self.fail(Unanswered(reason))
         else:
@@ -331,7 +392,7 @@ class Incoming(httpx.AsyncByteStream):
         """When to look again; None if nobody waits, or if the engine was silent for too long."""
         if self._waiter is None or self._waiter.done() or not self._deadline:
             return None
-        now = self._loop.time()
+        now = self._connection.loop.time()
         if now < self._deadline:
             self._is_late = False
             return self._deadline
@@ -342,56 +403,6 @@ class Incoming(httpx.AsyncByteStream):
         self.fail(httpx.ReadTimeout("silence"))
         self._connection.abort()
         return None
-
-    # From the parser
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self.has_head:
-            # A trailer, or more than was asked for.
-            return
-        name = name.lower()
-        if name == b"transfer-encoding" and value.rstrip(b" ").lower() != b"chunked":
-            # What the parser does not take for chunks (with a tab behind it, too) is refused.
-            raise httptools.HttpParserError("unknown transfer coding")
-        self.fields.append((name, value.strip(b" \t")))
-
-    def on_headers_complete(self) -> None:
-        if self.is_complete:
-            return
-        status = self._parser.get_status_code()
-        if status < 100:
-            raise httptools.HttpParserError("no status")
-        fields = self.fields
-        if len(fields) > _MOST_FIELDS or (
-            self._head_size > _MOST_HEAD and sum(map(_length, fields)) > _MOST_HEAD
-        ):
-            raise httptools.HttpParserError("head too large")
-        self._is_interim = status < 200
-        if self._is_interim:
-            self.fields = []
-            return
-        self.status = status
-        self.has_head = True
-        if self._is_head:
-            self.is_complete = True
-            # Not kept open: a body that should not be there could not be told from an answer.
-
-    def on_body(self, piece: bytes) -> None:
-        if self.is_complete:
-            self.keeps_open = False
-            return
-        self._pieces.append(piece)
-        self._unread += len(piece)
-
-    def on_message_begin(self) -> None:
-        if self.is_complete:
-            # More than was asked for.
-            self.keeps_open = False
-
-    def on_message_complete(self) -> None:
-        if not self._is_interim and not self.is_complete:
-            self.is_complete = True
-            self.keeps_open = self._parser.should_keep_alive()
 
     # From the reader
 
@@ -407,26 +418,28 @@ class Incoming(httpx.AsyncByteStream):
 
     def take(self) -> bytes:
         """What has come of the body and was not read yet; perhaps nothing."""
-        pieces, self._pieces, self._unread = self._pieces, [], 0
+        pieces = self._pieces
+        if not pieces:
+            return b""
+        self._pieces, self._unread = [], 0
         if self._is_paused:
             self._is_paused = False
             self._connection.resume_reading()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    async def more(self) -> None:
-        """Until something has come. Raises httpx's exceptions, and Unanswered."""
+    def more(self) -> asyncio.Future[None]:
+        """To await until something has come. Raises httpx's exceptions, and Unanswered."""
         if self._error is not None:
             raise self._error
-        waiter = self._waiter = self._loop.create_future()
-        silence = self._limits.idle if self.has_head else self._limits.head
-        self._deadline = 0.0
-        if silence is not None:
-            self._deadline = self._loop.time() + silence
-            self._connection.watch(self._deadline)
-        try:
-            await waiter
-        finally:
-            self._waiter = None
+        connection, limits = self._connection, self._limits
+        waiter = self._waiter = connection.loop.create_future()
+        silence = limits.idle if self.has_head else limits.head
+        if silence is None:
+            self._deadline = 0.0
+        else:
+            self._deadline = deadline = connection.loop.time() + silence
+            connection.watch(deadline)
+        return waiter
 
     async def aclose(self) -> None:
         if not self.is_complete and self._error is None:

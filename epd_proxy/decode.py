@@ -76,7 +76,7 @@ async def relay(answer: Answer, exchange: Exchange, held: bytes = b"") -> None:
     ``held``: the beginning of the body, if it has been read. Raises UpstreamError if the answer
     breaks off; what has been sent then stays unfinished.
     """
-    headers = relayed_headers(answer.headers)
+    headers = relayed_headers(answer.headers, answer.known)
     if exchange.needs_length and not _is_event_stream(answer) and not _has_length(headers):
         await exchange.respond(answer.status, headers, held + await answer.raw())
         return
@@ -95,7 +95,4 @@ def _has_length(headers: RawHeaders) -> bool:
 
 
 def _is_event_stream(answer: Answer) -> bool:
-    for name, value in answer.headers:
-        if name == b"content-type":
-            return value[:17].lower() == b"text/event-stream"
-    return False
+    return answer.known.get(b"content-type", b"")[:17].lower() == b"text/event-stream"

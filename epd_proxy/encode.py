@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,9 +18,11 @@ from epd_proxy.calls import Calls
 from epd_proxy.chat import Chat
 from epd_proxy.config import Config
 from epd_proxy.errors import NoInstance, UpstreamError
-from epd_proxy.media import Item
+from epd_proxy.media import Item, Place
 from epd_proxy.payload import NO_JSON, Buffer, Json, to_json
 from epd_proxy.references import (
+    NO_REFERENCES,
+    Described,
     References,
     as_array,
     as_tensor,
@@ -33,7 +34,9 @@ from epd_proxy.registry import Instance, Lease, Role
 from epd_proxy.reports import NO_REPORT, Feature, Report, Unmatched, match, parse_report
 
 # What has a say in the cache key or in the engine's queue, and so must be the same everywhere.
-_SHARED_FIELDS = ("mm_processor_kwargs", "media_io_kwargs", "priority", "session_id")
+_SHARED_FIELDS = frozenset(
+    {"model", "mm_processor_kwargs", "media_io_kwargs", "priority", "session_id"}
+)
 
 
 class Group(NamedTuple):
@@ -48,14 +51,16 @@ class Group(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """One call's report, and the features of each of its items."""
+    """One call's report, and its items with what they became."""
 
     report: Report
-    features: list[tuple[Feature, ...]]
+    described: list[Described]
 
 
 def as_it_came(chat: Chat, items: Sequence[Item]) -> References:
     """Media that nobody encodes before the consumer, under its content keys."""
+    if not items and not chat.embedded:
+        return NO_REFERENCES
     raw = pinned(items)
     return References(raw, raw, None, stand_for_media=bool(chat.embedded))
 
@@ -84,48 +89,49 @@ class EncodeStage:
         Raises EngineError, NoInstance, and UpstreamError, for a report too that cannot be matched
         to the items.
         """
-        with ExitStack() as stage:
-            try:
-                groups = self._assign(calls, items, stage)
-            except NoInstance:
-                if not self._falls_back:
-                    raise
+        groups: list[Group] = []
+        try:
+            if not self._assign(calls, items, groups):
                 calls.exchange.is_degraded = True
                 return as_it_came(chat, items)
             encoded = await _gather([self._encode(calls, chat, each, push_to) for each in groups])
-        features = {
-            item.place: found
-            for group, result in zip(groups, encoded, strict=True)
-            for item, found in zip(group.items, result.features, strict=True)
-        }
-        described = [(item, features[item.place]) for item in items]
-        transfer = transfer_params(
-            [result.report.handles for result in encoded],
-            [feature for _, found in described for feature in found],
-        )
+        finally:
+            for group in groups:
+                group.lease.give_back()
+        described = [pair for result in encoded for pair in result.described]
+        if len(encoded) > 1:
+            described.sort(key=_place_of)
+        transfer = transfer_params([result.report.handles for result in encoded], described)
+        stand_for_media = bool(chat.embedded)
         if not self._rewrites:
             parts = pinned(items) if self._renames else {}
-            return References(parts, {}, transfer, stand_for_media=bool(chat.embedded))
+            return References(parts, {}, transfer, stand_for_media)
         parts, rewritten = parts_for_consumer(
             described, embedded=chat.embedded, with_sound=chat.with_sound, write=self._write
         )
         raw = pinned(items) if self._pins else {}
-        return References(parts, raw, transfer, stand_for_media=rewritten or bool(chat.embedded))
+        return References(parts, raw, transfer, stand_for_media or rewritten)
 
-    def _assign(self, calls: Calls, items: Sequence[Item], stage: ExitStack) -> list[Group]:
-        groups: list[Group] = []
+    def _assign(self, calls: Calls, items: Sequence[Item], groups: list[Group]) -> bool:
+        """Fills ``groups``; False if there is no encoder, and the media may go on as it is."""
         shared: dict[Instance, Group] = {}
-        for index, item in enumerate(items):
-            instance = calls.pick(Role.ENCODE, item.key)
-            group = shared.get(instance) if item.modality == "image" else None
-            if group is None or len(group.items) == self._batch_size:
-                group = Group(instance, index, [], stage.enter_context(Lease()))
-                groups.append(group)
-                if item.modality == "image":
-                    shared[instance] = group
-            group.lease.take(instance, item.size)
-            group.items.append(item)
-        return groups
+        try:
+            for index, item in enumerate(items):
+                instance = calls.pick(Role.ENCODE, item.key)
+                is_image = item.kind == "image_url"
+                group = shared.get(instance) if is_image else None
+                if group is None or len(group.items) == self._batch_size:
+                    group = Group(instance, index, [], Lease())
+                    groups.append(group)
+                    if is_image:
+                        shared[instance] = group
+                group.lease.take(instance, item.size)
+                group.items.append(item)
+        except NoInstance:
+            if not self._falls_back:
+                raise
+            return False
+        return True
 
     async def _encode(self, calls: Calls, chat: Chat, group: Group, push_to: str | None) -> Encoded:
         try:
@@ -135,7 +141,7 @@ class EncodeStage:
             if not self._falls_back or failure.status < 500 or failure.status == 501:
                 raise
             calls.exchange.is_degraded = True
-            return Encoded(NO_REPORT, [()] * len(group.items))
+            return Encoded(NO_REPORT, [(item, ()) for item in group.items])
 
     async def _persist(
         self, calls: Calls, chat: Chat, group: Group, push_to: str | None
@@ -178,7 +184,7 @@ class EncodeStage:
                 reason = "reported nothing of what it was to push"
                 raise UpstreamError(instance, reason)
             features = push.named(features)
-        return Encoded(report, features)
+        return Encoded(report, list(zip(group.items, features, strict=True)))
 
     def _body(self, chat: Chat, group: Group, push: Push | None) -> list[Buffer]:
         parts = [item.for_encode() if self._rewrites else item.canonical() for item in group.items]
@@ -187,10 +193,15 @@ class EncodeStage:
             **self._own_fields,
         }
         given = chat.payload.fields
-        fields |= {name: given[name] for name in ("model", *_SHARED_FIELDS) if name in given}
+        for name in _SHARED_FIELDS & given.keys():
+            fields[name] = given[name]
         if push:
             fields["ec_transfer_params"] = push.params()
         return chat.payload.expand(to_json(fields))
+
+
+def _place_of(described: Described) -> Place:
+    return described[0].place
 
 
 class Push:
@@ -243,6 +254,7 @@ class _EncodeAnswer(msgspec.Struct):
     ec_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
+_GIVEN_UP = ("abort", "error")
 _ANSWER = msgspec.json.Decoder(_EncodeAnswer)
 
 
@@ -253,13 +265,9 @@ def _report_of(content: bytes, instance: Instance) -> Report:
     except NO_JSON as exc:
         reason = "answered with what is no chat completion"
         raise UpstreamError(instance, reason, cause=str(exc)) from exc
-    if ended := _finish_reasons(answer.choices) & {"abort", "error"}:
-        reason = f"gave up: finish_reason {ended.pop()}"
-        raise UpstreamError(instance, reason)
+    choices = answer.choices if isinstance(answer.choices, list) else ()
+    for choice in choices:
+        ended = choice.get("finish_reason") if isinstance(choice, dict) else None
+        if ended in _GIVEN_UP:
+            raise UpstreamError(instance, f"gave up: finish_reason {ended}")
     return report
-
-
-def _finish_reasons(choices: Any) -> set[str]:
-    found = choices if isinstance(choices, list) else []
-    reasons = [choice.get("finish_reason") for choice in found if isinstance(choice, dict)]
-    return {reason for reason in reasons if isinstance(reason, str)}

@@ -214,8 +214,7 @@ class RoleHealth(Generic[Member]):
 
     def succeeded(self, instance: Member) -> None:
         """A call came to a good end, or to one that is the caller's fault."""
-        now = self._clock()
-        health = self._count(instance, now)
+        health = self._count(instance, self._clock())
         if health is not None and health.trial:
             health.trial -= 1
             if not health.trial:

@@ -92,7 +92,7 @@ class IntakeProtocol(HttpToolsProtocol):
             self._seen = cycle
             if cycle.scope["method"] != "HEAD":
                 cycle.transport = cast(asyncio.Transport, _Answering(self.transport))
-            caller = Caller()
+            caller = Caller(self.loop)
             self._callers = (*waiting, caller)
             cast(dict[str, Any], cycle.scope)[CALLER] = caller
             if cycle.more_body:

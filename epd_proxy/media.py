@@ -18,7 +18,7 @@ import hashlib
 import hmac
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -191,18 +191,15 @@ def find_parts(payload: Payload) -> list[Part]:
     if not isinstance(messages, list):
         reason = "must be a list" if "messages" in payload.tree else "is missing"
         raise RequestError(f"messages {reason}", param="messages")
-    return list(_walk(payload, messages))
-
-
-def _walk(payload: Payload, messages: list[Any]) -> Iterator[Part]:
+    found: list[Part] = []
     for i, message in enumerate(messages):
         content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, list):
-            continue
-        for j, part in enumerate(content):
-            if isinstance(part, dict) and (kind := _kind_of(part)):
-                place = Place(i, j)
-                yield Part(place, kind, part, _name_of(payload, place, kind, part))
+        if isinstance(content, list):
+            for j, part in enumerate(content):
+                if isinstance(part, dict) and (kind := _kind_of(part)):
+                    place = Place(i, j)
+                    found.append(Part(place, kind, part, _name_of(payload, place, kind, part)))
+    return found
 
 
 def _kind_of(part: dict[str, Any]) -> str | None:
@@ -294,11 +291,17 @@ async def items_of(
     """
     if naming.renames:
         parts = [_without_uuid(part) for part in parts]
-    nameless = [part for part in parts if part.name is None]
-    contents = [_content_of(payload, part) for part in nameless]
-    digests = [naming.key(digest, owner) for digest in await _digests(contents)]
-    keys = dict(zip((part.place for part in nameless), digests, strict=True))
-    return [_item(payload, part, messages.part(part.place), keys.get(part.place)) for part in parts]
+    contents = [_content_of(payload, part) for part in parts if part.name is None]
+    if sum(map(size_of, contents)) <= _LARGE:
+        digests = [_digest(content) for content in contents]
+    else:
+        loop = asyncio.get_running_loop()
+        digests = await loop.run_in_executor(None, lambda: [_digest(each) for each in contents])
+    keys = iter([naming.key(digest, owner) for digest in digests])
+    return [
+        _item(payload, part, messages.part(part.place), next(keys) if part.name is None else None)
+        for part in parts
+    ]
 
 
 def _without_uuid(part: Part) -> Part:
@@ -372,13 +375,6 @@ def _content_of(payload: Payload, part: Part) -> list[Buffer]:
     if part.kind == "input_audio":
         return payload.utf8(json.dumps(part.tree, sort_keys=True))
     return payload.utf8(value["url"])
-
-
-async def _digests(contents: list[list[Buffer]]) -> list[str]:
-    if sum(map(size_of, contents)) <= _LARGE:
-        return [_digest(content) for content in contents]
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(None, lambda: [_digest(content) for content in contents])
 
 
 def _digest(content: list[Buffer]) -> str:

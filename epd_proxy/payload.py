@@ -22,6 +22,7 @@ import binascii
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
 import msgspec
@@ -35,9 +36,6 @@ Json: TypeAlias = object
 A JSON value as msgspec writes it: strings, lists, dicts; and ``Raw`` for what is text already, a
 piece of a skeleton.
 """
-
-ABSENT = msgspec.UNSET
-"""In a change of fields: there shall be none of that name."""
 
 # Made once: a decoder costs more than what it decodes here.
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -122,22 +120,23 @@ class Payload:
             return memoryview(skeleton).nbytes
         return size_of(self.expand(bytes(skeleton)))
 
-    def with_fields(self, changes: Mapping[str, Json]) -> list[Buffer]:
+    def with_fields(
+        self, changes: Mapping[str, Json], without: AbstractSet[str] = frozenset()
+    ) -> list[Buffer]:
         """
-        The body with other top-level values; ABSENT removes a field, an unknown field is added.
+        The body with other top-level values, and without some fields, unless they are changed.
 
-        Without changes, the bytes that came.
+        Where nothing is another, the bytes that came.
         """
-        fields: dict[str, Json] = dict(self.fields) if changes else {}
-        is_changed = False
-        for name, value in changes.items():
-            if value is not ABSENT:
-                fields[name] = value
-                is_changed = True
-            elif name in fields:
-                del fields[name]
-                is_changed = True
-        return self.expand(to_json(fields)) if is_changed else [self.body]
+        fields = self.fields if changes or without else {}
+        surplus = fields.keys() & without
+        if not changes and not surplus:
+            return [self.body]
+        changed: dict[str, Json] = {**fields, **changes}
+        if surplus:
+            for name in surplus.difference(changes):
+                del changed[name]
+        return self.expand(to_json(changed))
 
 
 def fields_of(value: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:

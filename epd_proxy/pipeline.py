@@ -4,7 +4,7 @@ One chat request from top to bottom: encode, prefill, decode, and again what fai
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
 from epd_proxy.asgi import Exchange
@@ -14,10 +14,8 @@ from epd_proxy.decode import DecodeStage
 from epd_proxy.encode import EncodeStage, as_it_came
 from epd_proxy.errors import ModelNotFound, NoInstance, Unreachable, UpstreamError
 from epd_proxy.media import Item, Naming
-from epd_proxy.payload import Json
 from epd_proxy.prefill import PrefillStage
-from epd_proxy.references import References
-from epd_proxy.registry import Instance, Lease, Role
+from epd_proxy.registry import Lease, Registry, Role
 
 
 class Pipeline:
@@ -45,17 +43,19 @@ class Pipeline:
         Raises ProxyError; once the answer's head is out, UpstreamError alone.
         """
         chat = Chat(body, self._config)
-        if not self._fleet.selection.registry.serves(chat.model):
+        registry = self._fleet.selection.registry
+        if not registry.serves(chat.model):
             raise ModelNotFound(chat.model)
         calls = Calls(exchange, self._fleet, chat.model)
-        roles = await self._roles_for(chat, calls)
+        roles = self._roles_for(chat, registry)
+        if lacking := calls.lacking(roles):
+            await self._wait_for(lacking, calls, roles)
         items: list[Item] = []
         if chat.media and (Role.ENCODE in roles or exchange.is_degraded or self._naming.renames):
             items = await chat.items(self._naming, owner)
-        retries = max(0, self._config.decode_retries)
         attempt = 0
         while True:
-            pushes = calls.pushes
+            pushes = registry.pushes
             try:
                 await self._attempt(calls, chat, items, roles, pushes=pushes)
                 return
@@ -70,7 +70,7 @@ class Pipeline:
                     calls.require_another(failure)
                     continue
                 attempt += 1
-                if attempt > retries:
+                if attempt > self._config.decode_retries:
                     raise
                 await calls.redo(failure, attempt)
 
@@ -93,8 +93,20 @@ class Pipeline:
         with Lease() as lease:
             # Encoders that push must know the consumer; else it is chosen when its turn comes.
             consumer = lease.take(calls.pick(Role.DECODE)) if pushes else None
-            references = await self._references(calls, chat, items, roles, consumer)
-            prompt = await self._prompt(calls, chat, references, roles)
+            if items and Role.ENCODE in roles:
+                push_to = calls.replica(consumer).ec_address if consumer else None
+                references = await self._encode(calls, chat, items, push_to)
+            else:
+                references = as_it_came(chat, items)
+            prompt = chat.with_parts(references.parts)
+            if Role.PREFILL in roles:
+                handle = await self._prefill(calls, chat, prompt, references)
+                if self._shares_kv:
+                    prompt = chat.with_parts(references.raw_parts)
+                elif handle is not None:
+                    prompt = {**prompt, "kv_transfer_params": handle}
+            elif references.transfer is not None:
+                prompt["ec_transfer_params"] = references.transfer
             if consumer is not None:
                 await self._decode(calls, consumer, chat, prompt)
             else:
@@ -104,47 +116,24 @@ class Pipeline:
                     lambda one: self._decode(calls, one, chat, prompt),
                 )
 
-    async def _references(
-        self,
-        calls: Calls,
-        chat: Chat,
-        items: list[Item],
-        roles: AbstractSet[Role],
-        consumer: Instance | None,
-    ) -> References:
-        if items and Role.ENCODE in roles:
-            push_to = calls.replica(consumer).ec_address if consumer else None
-            return await self._encode(calls, chat, items, push_to)
-        return as_it_came(chat, items)
-
-    async def _prompt(
-        self, calls: Calls, chat: Chat, references: References, roles: AbstractSet[Role]
-    ) -> Mapping[str, Json]:
-        """
-        Decode's fields that differ from the caller's.
-
-        They stand for the media, and tell of the caches that hold it.
-        """
-        messages = chat.with_parts(references.parts)
-        if Role.PREFILL not in roles:
-            if references.transfer is not None:
-                messages["ec_transfer_params"] = references.transfer
-            return messages
-        handle = await self._prefill(calls, chat, messages, references)
-        if self._shares_kv:
-            return chat.with_parts(references.raw_parts)
-        return messages if handle is None else {**messages, "kv_transfer_params": handle}
-
-    async def _roles_for(self, chat: Chat, calls: Calls) -> AbstractSet[Role]:
-        """Who takes part. Raises NoInstance (503) before anybody is troubled in vain."""
+    def _roles_for(self, chat: Chat, registry: Registry) -> set[Role]:
+        """Who takes part."""
         roles = {Role.DECODE}
         # The engine's beam search drops what the stages would hand to each other.
         if not chat.uses_beam_search:
-            if calls.has(Role.PREFILL):
+            if registry.is_configured(Role.PREFILL):
                 roles.add(Role.PREFILL)
-            if chat.media and calls.has(Role.ENCODE):
+            if chat.media and registry.is_configured(Role.ENCODE):
                 roles.add(Role.ENCODE)
-        for role in sorted(roles):
+        return roles
+
+    async def _wait_for(self, lacking: Iterable[Role], calls: Calls, roles: set[Role]) -> None:
+        """
+        Raises NoInstance (503), before anybody is troubled in vain.
+
+        A role that can be done without is taken out of ``roles``.
+        """
+        for role in lacking:
             try:
                 await calls.expect(role)
             except NoInstance:
@@ -152,4 +141,3 @@ class Pipeline:
                     raise
                 roles.discard(role)
                 calls.exchange.is_degraded = True
-        return roles

@@ -95,18 +95,16 @@ class ConnectionPool(httpx.AsyncBaseTransport):
         ``is_gone`` is asked just before it is sent, and whether it may be sent no more.
         """
         connection = origin.idle_connection() or await origin.take(limits)
-        _check(origin, connection, is_gone)
-        try:
-            return await connection.exchange(head, body, limits, is_head=is_head)
-        except Unanswered as exc:
-            if not connection.was_used or isinstance(body, AsyncIterator):
-                raise exc.reason from None
-        connection = await origin.take(limits, fresh=True)
-        _check(origin, connection, is_gone)
-        try:
-            return await connection.exchange(head, body, limits, is_head=is_head)
-        except Unanswered as exc:
-            raise exc.reason from None
+        while True:
+            if is_gone():
+                origin.give_back(connection)
+                raise httpx.ConnectError("the instance has been removed")
+            try:
+                return await connection.exchange(head, body, limits, is_head=is_head)
+            except Unanswered as exc:
+                if not connection.was_used or isinstance(body, AsyncIterator):
+                    raise exc.reason from None
+            connection = await origin.take(limits, fresh=True)
 
     async def aclose(self) -> None:
         """Closes every connection, those in use too."""
@@ -179,9 +177,13 @@ class Origin:
 
     def idle_connection(self) -> Connection | None:
         """One that can be used at once."""
-        if self.idle:
-            self.drop_idle(time.monotonic() - self._pool.keep_alive)
-        return self.idle.pop() if self.idle else None
+        if not self.idle:
+            return None
+        oldest = time.monotonic() - self._pool.keep_alive
+        if self.idle[-1].idle_since < oldest:
+            self.drop_idle(oldest)
+            return None
+        return self.idle.pop()
 
     async def take(self, limits: Limits, *, fresh: bool = False) -> Connection:
         """
@@ -258,7 +260,7 @@ class Origin:
         """After an exchange, if the connection can serve another."""
         if not self._pool.keep_alive or self._pool.is_closed or connection.is_closed:
             connection.abort()
-        elif not self._pass_on(connection):
+        elif not self.waiting or not self._pass_on(connection):
             connection.idle_since = time.monotonic()
             self.idle.append(connection)
             self._pool.sweep_later()
@@ -298,12 +300,6 @@ class Origin:
             opening.cancel()
         for connection in list(self._all):
             connection.abort()
-
-
-def _check(origin: Origin, connection: Connection, is_gone: Callable[[], bool]) -> None:
-    if is_gone():
-        origin.give_back(connection)
-        raise httpx.ConnectError("the instance has been removed")
 
 
 async def _body_of(request: httpx.Request) -> Body:

@@ -13,7 +13,7 @@ from epd_proxy.calls import Calls
 from epd_proxy.chat import Chat
 from epd_proxy.config import Config
 from epd_proxy.errors import Redo, UpstreamError
-from epd_proxy.payload import ABSENT, NO_JSON, Json, fields_of, is_object, to_json
+from epd_proxy.payload import NO_JSON, Json, fields_of, is_object, to_json
 from epd_proxy.references import References
 from epd_proxy.registry import Instance, Lease, Role
 
@@ -31,14 +31,9 @@ _ASK_FOR_HANDLE = msgspec.Raw(
     )
 )
 # A request that ends with its first token, whatever the caller asked for.
-_ONE_TOKEN: Mapping[str, Json] = {
-    "stream": False,
-    "stream_options": ABSENT,
-    "max_tokens": 1,
-    "min_tokens": ABSENT,
-    "request_id": ABSENT,
-    "ec_transfer_params": ABSENT,
-}
+_ONE_TOKEN: Mapping[str, Json] = {"stream": False, "max_tokens": 1}
+_AS_WELL = frozenset({"max_completion_tokens", "n"})
+_LEFT_OUT = frozenset({"stream_options", "min_tokens", "request_id", "ec_transfer_params"})
 
 
 class _PrefillAnswer(msgspec.Struct):
@@ -74,12 +69,11 @@ class PrefillStage:
         for.
         """
         changes = {**messages, **self._fields}
-        for name in ("max_completion_tokens", "n"):
-            if name in chat.payload.tree:
-                changes[name] = 1
+        for name in chat.tree.keys() & _AS_WELL:
+            changes[name] = 1
         if references.transfer is not None:
             changes["ec_transfer_params"] = references.transfer
-        body = chat.body(changes)
+        body = chat.body(changes, without=_LEFT_OUT)
         with Lease() as lease:
             instance, content = await calls.reach(
                 lease.take(calls.pick(Role.PREFILL)), lease, lambda one: calls.ask(one, "p", body)

@@ -47,6 +47,9 @@ class References(NamedTuple):
     """Whether an engine that has no embeddings could not answer the body."""
 
 
+NO_REFERENCES = References({}, {}, None, stand_for_media=False)
+
+
 def pinned(items: Iterable[Item]) -> dict[Place, Json]:
     """The caller's media itself, under its content keys."""
     return {item.place: item.pinned() for item in items}
@@ -75,37 +78,29 @@ def parts_for_consumer(
     ``embedded``: modalities of which the caller's body holds references already; their items stay
     raw. ``with_sound``: the request asks for ``use_audio_in_video``.
     """
-    references = {
-        item.place: None if item.modality in embedded else _reference(item, features, write)
-        for item, features in described
-    }
-    raw: AbstractSet[str] = _raw_modalities(described, references)
-    # Processors of audio also look at the placeholders of the other modalities.
-    if raw and any(
-        item.modality == "audio" or (with_sound and item.modality == "video")
-        for item, _ in described
-    ):
-        raw = ALL_MODALITIES
     parts: dict[Place, Json] = {}
-    for item, _ in described:
-        reference = None if item.modality in raw else references[item.place]
-        parts[item.place] = reference or item.pinned()
-    return parts, any(item.modality not in raw for item, _ in described)
-
-
-def _raw_modalities(
-    described: Sequence[Described], references: Mapping[Place, dict[str, Json] | None]
-) -> set[str]:
-    """Modalities with an item that cannot be a reference, or with references unlike each other."""
-    raw = {item.modality for item, _ in described if references[item.place] is None}
+    raw: set[str] = set()
     shapes: dict[str, AbstractSet[str]] = {}
     for item, features in described:
+        modality = item.modality
+        parts[item.place] = None if modality in embedded else _reference(item, features, write)
+        if parts[item.place] is None:
+            raw.add(modality)
         for feature in features:
             # vLLM wants the same keys in all references of a modality.
             keys = feature.metadata.keys()
             if shapes.setdefault(feature.modality, keys) != keys:
-                raw.add(item.modality)
-    return raw
+                raw.add(modality)
+    if not raw:
+        return parts, bool(described)
+    # Processors of audio also look at the placeholders of the other modalities.
+    if any(
+        item.modality == "audio" or (with_sound and item.modality == "video")
+        for item, _ in described
+    ):
+        return pinned([item for item, _ in described]), False
+    stay = [item for item, _ in described if item.modality in raw]
+    return {**parts, **pinned(stay)}, len(stay) < len(described)
 
 
 def _reference(item: Item, features: Iterable[Feature], write: Writer) -> dict[str, Json] | None:
@@ -150,7 +145,7 @@ def _is_number(value: msgspec.Raw) -> bool:
 
 
 def transfer_params(
-    handles: Iterable[Mapping[str, Json]], features: Iterable[Feature]
+    handles: Iterable[Mapping[str, Json]], described: Iterable[Described]
 ) -> Json | None:
     """
     ``ec_transfer_params`` for the consumer: all keyed entries verbatim, and the transfer ids.
@@ -162,6 +157,7 @@ def transfer_params(
         params.update(report)
     ids = [
         {"mm_hash": feature.mm_hash, "transfer_id": feature.transfer_id}
+        for _, features in described
         for feature in features
         if feature.transfer_id is not None
     ]

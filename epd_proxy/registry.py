@@ -175,28 +175,32 @@ class Instance:
 
 
 class Lease:
-    """Shares in the loads of instances, given back together; a context manager."""
+    """A share in the load of one instance, given back at the end; a context manager."""
 
-    __slots__ = ("_taken",)
+    __slots__ = ("_instance", "_load")
 
     def __init__(self) -> None:
-        self._taken: list[tuple[Instance, int]] = []
+        self._instance: Instance | None = None
+        self._load = 0
 
     def take(self, instance: Instance, load: int = 1) -> Instance:
+        """A share, or more of it: all of the same instance."""
         instance.load += load
-        self._taken.append((instance, load))
+        self._instance = instance
+        self._load += load
         return instance
 
     def move(self, other: Instance) -> None:
-        """All shares to another instance, which does the work in their place."""
-        taken = sum(load for _, load in self._taken)
+        """To another instance, which does the work in its place."""
+        load = self._load
         self.give_back()
-        self.take(other, taken)
+        self.take(other, load)
 
     def give_back(self) -> None:
-        for instance, load in self._taken:
+        instance, load = self._instance, self._load
+        if instance is not None:
+            self._instance, self._load = None, 0
             instance.ease(load)
-        self._taken.clear()
 
     def __enter__(self) -> Self:
         return self

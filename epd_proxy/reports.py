@@ -100,13 +100,11 @@ def parse_report(params: msgspec.Raw) -> Report:
     members = fields_of(params)
     handles = {name: value for name, value in members.items() if is_object(value)}
     keyed = [_entry(name, _ENTRY.decode(value)) for name, value in handles.items()]
-    listed = [_listed_entry(k, value) for k, value in enumerate(_elements(members))]
-    return Report(keyed or listed, handles, [entry.transfer_id for entry in listed])
-
-
-def _elements(members: dict[str, msgspec.Raw]) -> list[msgspec.Raw]:
     items = members.get("ec_items")
-    return elements_of(items) if items is not None and is_array(items) else []
+    if items is None or not is_array(items):
+        return Report(keyed, handles, [])
+    listed = [_listed_entry(k, value) for k, value in enumerate(elements_of(items))]
+    return Report(keyed or listed, handles, [entry.transfer_id for entry in listed])
 
 
 def _listed_entry(position: int, value: msgspec.Raw) -> Entry:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, Self
 
 import httpx
@@ -64,7 +65,9 @@ _NOT_FORWARDED = _HOP_BY_HOP | {
 _TELLING = frozenset({501, 503, 529})
 _ERROR_HEADERS = frozenset({b"retry-after", b"www-authenticate"})
 _LONGEST_ERROR = 64 << 10
-_ROUTING_PREFIXES = (b"x-data-parallel-", b"x-encoder-", b"x-prefiller-")
+_LENGTH = frozenset({b"content-length"})
+# At the beginning of a name, in a block of headers.
+_ROUTING = re.compile(rb"^x-(?:data-parallel|encoder|prefiller)-", re.MULTILINE)
 
 
 def default_transport(config: Config) -> httpx.AsyncBaseTransport:
@@ -85,7 +88,7 @@ class Forwarding:
             # The proxy chooses the replica.
             dropped.add(b"x-data-parallel-rank")
         self.dropped = frozenset(dropped)
-        self.prefixes = () if config.trust_transfer_params else _ROUTING_PREFIXES
+        self.routing = None if config.trust_transfer_params else _ROUTING
         key = config.upstream_api_key
         self.own = [(b"authorization", f"Bearer {key}".encode())] if key else []
 
@@ -102,45 +105,47 @@ class Forwarded:
     __slots__ = ("block", "encodings", "fields")
 
     def __init__(self, headers: RawHeaders, forwarding: Forwarding) -> None:
-        self.encodings = b""
-        dropped, prefixes = forwarding.dropped, forwarding.prefixes
-        fields: RawHeaders = []
-        for field in headers:
-            name = field[0]
-            if name in dropped:
-                if name == b"accept-encoding":
-                    self.encodings = field[1]
-                elif name == b"connection":
-                    dropped |= _listed(field[1])
-            elif not name.startswith(prefixes):
-                fields.append(field)
-        if dropped is not forwarding.dropped:
-            fields = [field for field in fields if field[0] not in dropped]
-        self.fields = fields = fields + forwarding.own if forwarding.own else fields
+        known = dict(headers)
+        dropped = forwarding.dropped
+        if b"connection" in known:
+            dropped |= _listed_in(headers)
+        fields = [field for field in headers if field[0] not in dropped]
+        if forwarding.own:
+            fields += forwarding.own
+        self.encodings = known.get(b"accept-encoding", b"")
+        self.fields = fields
         self.block = b"".join([b"%b: %b\r\n" % field for field in fields])
+        if forwarding.routing and forwarding.routing.search(self.block):
+            self.fields = [field for field in fields if not forwarding.routing.match(field[0])]
+            self.block = b"".join([b"%b: %b\r\n" % field for field in self.fields])
         lines = self.block + self.encodings
-        if not lines.count(b"\r") == lines.count(b"\n") == len(fields) or b"\0" in lines:
+        if not lines.count(b"\r") == lines.count(b"\n") == len(self.fields) or b"\0" in lines:
             raise RequestError("a header holds a line break")
 
 
-def relayed_headers(headers: RawHeaders) -> RawHeaders:
-    """The headers of an engine's answer that are for the caller; the request id is ours."""
-    return _without(headers, _NOT_RELAYED)
+def relayed_headers(headers: RawHeaders, known: Mapping[bytes, bytes]) -> RawHeaders:
+    """
+    The headers of an engine's answer that are for the caller; the request id is ours.
 
-
-def _listed(value: bytes) -> frozenset[bytes]:
-    """The headers that a ``connection`` header names: they end here, as it does."""
-    return frozenset(option.strip().lower() for option in value.split(b","))
-
-
-def _without(headers: RawHeaders, dropped: frozenset[bytes]) -> RawHeaders:
-    for name, value in headers:
-        if name == b"connection":
-            dropped |= _listed(value)
-        elif name == b"transfer-encoding":
-            # It overrides a length, RFC 9112, section 6.3.
-            dropped |= {b"content-length"}
+    ``known``: the same by name.
+    """
+    dropped = _NOT_RELAYED
+    if b"connection" in known:
+        dropped |= _listed_in(headers)
+    if b"transfer-encoding" in known:
+        # It overrides a length, RFC 9112, section 6.3.
+        dropped |= _LENGTH
     return [field for field in headers if field[0] not in dropped]
+
+
+def _listed_in(headers: RawHeaders) -> set[bytes]:
+    """What the ``connection`` headers name: it ends here, as they do."""
+    return {
+        option.strip().lower()
+        for name, value in headers
+        if name == b"connection"
+        for option in value.split(b",")
+    }
 
 
 class Buffers(httpx.AsyncByteStream):
@@ -159,15 +164,15 @@ class Body(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is no more to come than what ``take`` has."""
+        """Whether there is no more to come than what ``take`` has, and nothing to close."""
         ...
 
     def take(self) -> bytes:
         """What has come and was not read yet; perhaps nothing."""
         ...
 
-    async def more(self) -> None:
-        """Until something has come, or the end. May be cancelled without loss."""
+    def more(self) -> Awaitable[None]:
+        """To await until something has come, or the end. May be cancelled without loss."""
         ...
 
     async def aclose(self) -> None: ...
@@ -194,13 +199,16 @@ class Pulled:
         # A stream that is cancelled while it is asked has no more to say.
         self._piece = await asyncio.shield(self._pending)
         self._pending = None
-        self.is_complete = not self._piece
+        if not self._piece:
+            await self._stream.aclose()
+            self.is_complete = True
 
     async def aclose(self) -> None:
         if self._pending is not None:
             self._pending.cancel()
             await asyncio.wait([self._pending])
-        await self._stream.aclose()
+        if not self.is_complete:
+            await self._stream.aclose()
 
 
 class Answer:
@@ -211,18 +219,20 @@ class Answer:
     what stops the engine's work.
     """
 
-    __slots__ = ("_body", "headers", "instance", "status")
+    __slots__ = ("_body", "headers", "instance", "known", "status")
 
     def __init__(self, instance: Instance, status: int, headers: RawHeaders, body: Body) -> None:
         self.instance = instance
         self.status = status
         self.headers = headers
+        self.known = dict(headers)
+        """The headers by name, the last of each."""
         self._body = body
 
     @property
     def is_encoded(self) -> bool:
         """Whether the body is compressed."""
-        return any(name == b"content-encoding" for name, _ in self.headers)
+        return b"content-encoding" in self.known
 
     async def pull(self) -> bytes:
         """What comes next of the body, as it comes; empty at the end. Raises UpstreamError."""
@@ -241,13 +251,12 @@ class Answer:
 
     async def raw(self) -> bytes:
         """The whole body as it comes. Raises UpstreamError."""
-        piece = await self.pull()
-        if self._body.is_complete:
-            return piece
-        pieces = [piece]
-        while piece := await self.pull():
-            pieces.append(piece)
-        return b"".join(pieces)
+        body = self._body
+        # It came with the head, if it is small.
+        pieces = [body.take()]
+        while not body.is_complete:
+            pieces.append(await self.pull())
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def begin(self, limit: int) -> tuple[bytes, bool]:
         """
@@ -280,15 +289,28 @@ class Answer:
 
         The second argument says whether more follows.
         """
-        more = True
-        while more:
-            piece = await self.pull()
+        body = self._body
+        is_complete = False
+        while not is_complete:
+            piece = body.take()
             # With the last bytes it is known that they are the last.
-            more = not self._body.is_complete
-            await write(piece, more)
+            is_complete = body.is_complete
+            if piece or is_complete:
+                await write(piece, not is_complete)
+                continue
+            try:
+                await body.more()
+            except httpx.HTTPError as exc:
+                raise _failure_of(self.instance, exc) from exc
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has come to its end; else it has to be closed."""
+        return self._body.is_complete
 
     async def aclose(self) -> None:
-        await self._body.aclose()
+        if not self._body.is_complete:
+            await self._body.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -297,14 +319,16 @@ class Answer:
         await self.aclose()
 
 
-async def accepted(answer: Answer) -> bytes:
+def accepted(answer: Answer) -> Awaitable[bytes]:
     """
-    The body of an encode or prefill server's 200.
+    To await the body of an encode or prefill server's 200.
 
     Raises EngineError for what the caller has to know, 4xx above all, and UpstreamError.
     """
-    if answer.status == 200:
-        return await answer.read()
+    return answer.read() if answer.status == 200 else _refused(answer)
+
+
+async def _refused(answer: Answer) -> bytes:
     raise await error_of(answer)
 
 
@@ -338,6 +362,7 @@ class Upstream:
 
     def __init__(self, transport: httpx.AsyncBaseTransport, config: Config) -> None:
         self._transport = transport
+        self._pool = transport if isinstance(transport, ConnectionPool) else None
         self._targets: dict[str, tuple[Origin, bytes]] = {}
         self.forwarding = Forwarding(config)
         self._limits = {
@@ -355,24 +380,23 @@ class Upstream:
         forwarded: Forwarded,
         request_id: str,
         body: Sequence[Buffer],
-        extra: RawHeaders | None = None,
+        extra: Sequence[tuple[bytes, bytes]] = (),
     ) -> Answer:
         """
         ``POST /v1/chat/completions``, up to the answer's head.
 
         The call gets ``request_id`` for its own. Raises UpstreamError (502), UpstreamTimeout (504).
         """
-        pool = self._transport
-        if not isinstance(pool, ConnectionPool):
-            own = [(b"x-request-id", request_id.encode()), *(extra or ())]
+        pool = self._pool
+        if pool is None:
+            own = [(b"x-request-id", request_id.encode()), *extra]
             return await self.post(instance, CHAT_PATH, [*forwarded.fields, *own], body)
         # The short way into our own: httpx's objects are a tenth of a text request's cost.
-        origin, lines = self._target(pool, instance)
-        more = b"".join([b"%b: %b\r\n" % field for field in extra]) if extra else b""
+        origin, lines = self._targets.get(instance.url) or self._aim(pool, instance)
         head = b"%b%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
             lines,
             forwarded.block,
-            more,
+            b"".join([b"%b: %b\r\n" % field for field in extra]) if extra else b"",
             request_id.encode(),
             size_of(body),
         )
@@ -384,16 +408,14 @@ class Upstream:
             raise _failure_of(instance, exc) from exc
         return Answer(instance, incoming.status, incoming.fields, incoming)
 
-    def _target(self, pool: ConnectionPool, instance: Instance) -> tuple[Origin, bytes]:
+    def _aim(self, pool: ConnectionPool, instance: Instance) -> tuple[Origin, bytes]:
         """Where chat calls to an instance go, and how their heads begin."""
-        found = self._targets.get(instance.url)
-        if found is None:
-            url, host = _address(instance.url, CHAT_PATH)
-            lines = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n" % (
-                url.raw_path,
-                host,
-            )
-            found = self._targets[instance.url] = pool.origin(url), lines
+        url, host = _address(instance.url, CHAT_PATH)
+        lines = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n" % (
+            url.raw_path,
+            host,
+        )
+        found = self._targets[instance.url] = pool.origin(url), lines
         return found
 
     async def post(

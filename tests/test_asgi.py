@@ -271,7 +271,7 @@ def test_a_callers_time_limit_is_in_seconds(given: str, seconds: float | None) -
 )
 def test_a_time_limit_that_is_no_number_above_0_is_a_400(given: str) -> None:
     found = exchange()
-    found._values[b"x-request-timeout"] = given.encode("latin-1")
+    found.known[b"x-request-timeout"] = given.encode("latin-1")
     with pytest.raises(RequestError, match="x-request-timeout") as caught:
         found.time_limit()
     assert caught.value.status == 400

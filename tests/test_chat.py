@@ -10,7 +10,7 @@ from epd_proxy import Config
 from epd_proxy.chat import Chat
 from epd_proxy.errors import RequestError
 from epd_proxy.media import Place
-from epd_proxy.payload import ABSENT, Payload
+from epd_proxy.payload import Payload
 from tests.backends import Backends, ask, image, report
 from tests.driver import chat
 
@@ -33,7 +33,7 @@ def body_of(found: Chat) -> Any:
 def test_a_body_in_which_nothing_changes_is_the_bytes_that_came() -> None:
     body = b'{ "messages" : [ ] , "kv_transfer_params" : null , "vllm_xargs" : { "x" : 1 } }'
 
-    (sent,) = Chat(body, CONFIG).body({"ec_transfer_params": ABSENT})
+    (sent,) = Chat(body, CONFIG).body({}, frozenset({"ec_transfer_params"}))
 
     assert sent is body
 

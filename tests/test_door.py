@@ -43,7 +43,7 @@ class Caller:
         self.reply = Reply()
         self.content = json.dumps(body).encode()
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
-        self._word = asgi.Caller()
+        self._word = asgi.Caller(asyncio.get_running_loop())
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         scope = http_scope("POST", CHAT, {"x-request-id": "r1", **names})
         if self.is_told_by_server:

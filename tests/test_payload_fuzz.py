@@ -17,7 +17,7 @@ from epd_proxy.chat import Chat
 from epd_proxy.config import Config
 from epd_proxy.errors import RequestError
 from epd_proxy.media import Place
-from epd_proxy.payload import ABSENT, Json, Payload, elements_of, fields_of
+from epd_proxy.payload import Json, Payload, elements_of, fields_of
 from tests.backends import Backends, report
 from tests.driver import chat
 
@@ -140,27 +140,28 @@ def whole(payload: Payload, raw: msgspec.Raw) -> bytes:
 
 changes = st.dictionaries(
     st.sampled_from(["a", "data", "stream", "kv_transfer_params", "messages"]),
-    st.one_of(st.just(ABSENT), st.just(None), st.booleans(), st.just({"x": [1, "é"]})),
+    st.one_of(st.just(None), st.booleans(), st.just({"x": [1, "é"]})),
     max_size=3,
 )
+names = st.frozensets(st.sampled_from(["a", "data", "stream", "nobody's"]), max_size=2)
 
 
-@given(documents, changes)
+@given(documents, changes, names)
 def test_what_is_changed_is_the_right_json_and_the_rest_keeps_its_bytes(
-    body: bytes, changed: dict[str, Json]
+    body: bytes, changed: dict[str, Json], without: frozenset[str]
 ) -> None:
     payload = Payload(body)
-    sent = b"".join(payload.with_fields(changed))
+    sent = b"".join(payload.with_fields(changed, without))
 
-    expected = {**strict(body), **changed}
-    expected = {name: value for name, value in expected.items() if value is not ABSENT}
+    given = {name: value for name, value in strict(body).items() if name not in without}
+    expected = {**given, **changed}
     assert same(strict(sent), expected)
 
     before, after = payload.fields, fields_of(sent)
     assert list(after) == [
-        name for name in {**before, **changed} if changed.get(name) is not ABSENT
+        name for name in {**before, **changed} if name in changed or name not in without
     ]
-    for name in before.keys() - changed.keys():
+    for name in before.keys() - changed.keys() - without:
         assert bytes(after[name]) == whole(payload, before[name])
         assert bytes(after[name]) in body
 

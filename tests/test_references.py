@@ -227,7 +227,7 @@ def test_the_callers_own_references_do_not_keep_other_modalities_raw() -> None:
 def transfer(handles: Sequence[Mapping[str, bytes]], *ids: str | None) -> bytes | None:
     raws = [{name: msgspec.Raw(value) for name, value in each.items()} for each in handles]
     features = [feature(GRID, transfer_id=transfer_id) for transfer_id in ids]
-    params = transfer_params(raws, features)
+    params = transfer_params(raws, [(item(), (each,)) for each in features])
     return None if params is None else to_json(params)
 
 

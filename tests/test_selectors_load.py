@@ -341,7 +341,6 @@ def test_a_config_may_say_it_for_any_role(name: str) -> None:
         decode_selector=name,
     )
     selection = Selection.of(config, Registry.of(config))
-    with Lease() as lease:
-        for role in (Role.ENCODE, Role.DECODE):
-            taken = {lease.take(selection.pick(role, "key" if n else None)) for n in range(2)}
-            assert taken == set(selection.ready(role))
+    for role in (Role.ENCODE, Role.DECODE):
+        taken = {Lease().take(selection.pick(role, "key" if n else None)) for n in range(2)}
+        assert taken == set(selection.ready(role))
