@@ -106,6 +106,14 @@ class Caller:
         self.is_gone = False
         self._on_leave: Callable[[], None] | None = None
 
+    def answer(self, status: int, headers: RawHeaders, body: bytes) -> bool:
+        """
+        Sends a whole answer, past the host's ``send``; whether it could.
+
+        ``headers`` are complete, with a length that is the body's.
+        """
+        return False
+
     def leave(self) -> None:
         self.is_gone = True
         if self._on_leave is not None:
@@ -275,9 +283,7 @@ class Exchange:
     async def start(self, status: int, headers: RawHeaders) -> None:
         """Sends the head, with the request id in it."""
         self.status = status
-        headers = [*headers, (b"x-request-id", self.request_id.encode())]
-        if self.is_degraded:
-            headers.append((b"x-epd-degraded", b"encode"))
+        headers = self._completed(headers)
         try:
             await self._send({"type": "http.response.start", "status": status, "headers": headers})
         except OSError:
@@ -295,11 +301,25 @@ class Exchange:
         self.is_gone = True
         return ClientDisconnect()
 
+    def _completed(self, headers: RawHeaders) -> RawHeaders:
+        own = [(b"x-request-id", self.request_id.encode())]
+        if self.is_degraded:
+            own.append((b"x-epd-degraded", b"encode"))
+        return headers + own
+
+    async def answer(self, status: int, headers: RawHeaders, body: bytes) -> None:
+        """Sends a whole answer; ``headers`` tell its length."""
+        caller: Caller | None = self.scope.get(CALLER)
+        if caller is not None and caller.answer(status, self._completed(headers), body):
+            self.status = status
+            self.sent = len(body)
+        else:
+            await self.start(status, headers)
+            await self.write(body, False)
+
     async def respond(self, status: int, headers: RawHeaders, body: bytes) -> None:
         """Sends a whole answer."""
-        length = (b"content-length", str(len(body)).encode())
-        await self.start(status, [*headers, length])
-        await self.write(body, False)
+        await self.answer(status, [*headers, (b"content-length", b"%d" % len(body))], body)
 
     async def fail(self, error: ProxyError, *, expose_topology: bool = False) -> None:
         headers, body = error.answer(self.request_id, expose_topology=expose_topology)

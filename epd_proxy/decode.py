@@ -11,7 +11,7 @@ from epd_proxy.asgi import Exchange
 from epd_proxy.calls import Calls
 from epd_proxy.chat import Chat
 from epd_proxy.config import Config
-from epd_proxy.errors import EngineError, RawHeaders, Redo, UpstreamError
+from epd_proxy.errors import EngineError, Redo, UpstreamError
 from epd_proxy.guard import Guard, Stillborn
 from epd_proxy.payload import Json
 from epd_proxy.registry import Instance
@@ -77,7 +77,11 @@ async def relay(answer: Answer, exchange: Exchange, held: bytes = b"") -> None:
     breaks off; what has been sent then stays unfinished.
     """
     headers = relayed_headers(answer.headers, answer.known)
-    if exchange.needs_length and not _is_event_stream(answer) and not _has_length(headers):
+    has_length = b"content-length" in dict(headers)
+    if has_length and answer.is_whole:
+        await exchange.answer(answer.status, headers, held + await answer.raw())
+        return
+    if exchange.needs_length and not has_length and not _is_event_stream(answer):
         await exchange.respond(answer.status, headers, held + await answer.raw())
         return
     await exchange.start(answer.status, headers)
@@ -88,10 +92,6 @@ async def relay(answer: Answer, exchange: Exchange, held: bytes = b"") -> None:
 
 def _can_be_read(answer: Answer) -> bool:
     return answer.status == 200 and _is_event_stream(answer) and not answer.is_encoded
-
-
-def _has_length(headers: RawHeaders) -> bool:
-    return any(name == b"content-length" for name, _ in headers)
 
 
 def _is_event_stream(answer: Answer) -> bool:

@@ -157,20 +157,21 @@ def size_of(buffers: Iterable[Buffer]) -> int:
 
 
 def is_object(value: bytes | msgspec.Raw) -> bool:
-    return _first_byte(value) == b"{"
+    return _begins(value, 0x7B)  # {
 
 
 def is_array(value: bytes | msgspec.Raw) -> bool:
-    return _first_byte(value) == b"["
+    return _begins(value, 0x5B)  # [
 
 
 def is_string(value: bytes | msgspec.Raw) -> bool:
-    return _first_byte(value) == b'"'
+    return _begins(value, 0x22)  # "
 
 
-def _first_byte(value: bytes | msgspec.Raw) -> bytes:
-    # Not of a copy: the value may be megabytes that could not be cut.
-    return bytes(memoryview(value)[:1])
+def _begins(value: bytes | msgspec.Raw, letter: int) -> bool:
+    # Without a copy: the value may be megabytes that could not be cut.
+    view = memoryview(value)
+    return bool(view) and view[0] == letter
 
 
 def _reason(body: bytes, exc: Exception) -> str:

@@ -9,6 +9,7 @@ kept by instance, never by position.
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import math
 import pkgutil
@@ -53,29 +54,34 @@ class RoundRobin:
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
-        self._turn = 0
-        self._last: dict[Instance, int] = {}
+        self._line: collections.deque[Instance] = collections.deque()
+        """Who has waited longest stands first."""
+        self._ready: tuple[Instance, ...] = ()
+        """The last that were just those in line."""
 
     def pick(self, ready: tuple[Instance, ...], key: str | None) -> Instance:
-        try:
-            chosen = min(ready, key=self._last.__getitem__)
-        except KeyError:
+        if ready is self._ready:
+            chosen = self._line[0]
+            self._line.rotate(-1)
+            return chosen
+        if not set(ready) <= set(self._line):
             self._seat(ready)
-            chosen = min(ready, key=self._last.__getitem__)
-        self._turn += 1
-        self._last[chosen] = self._turn
+        line = self._line
+        if len(ready) == len(line):
+            self._ready = ready
+        chosen = next(instance for instance in line if instance in ready)
+        line.remove(chosen)
+        line.append(chosen)
         return chosen
 
     def _seat(self, ready: tuple[Instance, ...]) -> None:
         """Gives newcomers places before everybody else, in their order, from a random one on."""
-        newcomers = [instance for instance in ready if instance not in self._last]
+        newcomers = [instance for instance in ready if instance not in self._line]
         start = self._rng.randrange(len(newcomers))
-        first = min(self._last.values(), default=0) - len(newcomers)
-        places = {
-            instance: first + place
-            for place, instance in enumerate(newcomers[start:] + newcomers[:start])
-        }
-        self._last = _without_strangers(self._last, ready) | places
+        # The line must not grow with every instance that ever was.
+        others = [instance for instance in self._line if instance in ready]
+        self._line = collections.deque([*newcomers[start:], *newcomers[:start], *others])
+        self._ready = ()
 
 
 class Random:
