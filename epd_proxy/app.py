@@ -18,7 +18,7 @@ from starlette.websockets import WebSocketClose
 
 from epd_proxy.admin import Admin
 from epd_proxy.admission import Keys
-from epd_proxy.asgi import Exchange, local_path, loop_of
+from epd_proxy.asgi import Exchange, local_path
 from epd_proxy.calls import Fleet
 from epd_proxy.config import Config
 from epd_proxy.door import Door
@@ -124,7 +124,7 @@ class EPDProxy:
     async def _serve(self, methods: Methods, exchange: Exchange) -> None:
         began = time.perf_counter()
         try:
-            runtime = self._runtime(loop_of(exchange.scope))
+            runtime = self._runtime(exchange.loop)
             handler = runtime.handlers[_name_of(exchange.scope, methods)]
             await handler(exchange)
         except ClientDisconnect:

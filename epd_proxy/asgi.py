@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from epd_proxy.errors import BodyTimeout, BodyTooLarge, ProxyError, RawHeaders, RequestError
 from epd_proxy.inflate import Inflater
@@ -92,10 +92,11 @@ CALLER = "epd_proxy.caller"
 
 class Caller:
     """
-    Whether the caller of a request is there still, told by the server itself.
+    The caller of a request as the server itself knows it: the short way past ASGI's messages.
 
-    To learn it from ``receive`` takes a task for each request, a twentieth of what a text request
-    costs; and what is half closed, or does not read, shows there late or never.
+    Whether the caller is there still: to learn it from ``receive`` takes a task for each request, a
+    twentieth of what a text request costs; and what is half closed, or does not read, shows there
+    late or never. A body that has come, an answer that is there as a whole: another twentieth.
     """
 
     __slots__ = ("_on_leave", "is_gone", "loop")
@@ -105,6 +106,10 @@ class Caller:
         """Where the request is served: before Python 3.12, to ask for it is a system call."""
         self.is_gone = False
         self._on_leave: Callable[[], None] | None = None
+
+    def body(self) -> bytes | None:
+        """The request's body past the host's ``receive``, if all of it has come with the head."""
+        return None
 
     def answer(self, status: int, headers: RawHeaders, body: bytes) -> bool:
         """
@@ -128,12 +133,6 @@ class Caller:
         self._on_leave = None
 
 
-def loop_of(scope: Scope) -> asyncio.AbstractEventLoop:
-    """The loop that runs."""
-    caller: Caller | None = scope.get(CALLER)
-    return asyncio.get_running_loop() if caller is None else caller.loop
-
-
 def current_task(loop: asyncio.AbstractEventLoop | None = None) -> asyncio.Task[Any]:
     task = asyncio.current_task(loop)
     assert task is not None
@@ -152,6 +151,7 @@ class Exchange:
         self.scope = scope
         self._receive = receive
         self._send = send
+        self._caller: Caller | None = scope.get(CALLER)
         self.headers: RawHeaders = scope["headers"]
         self.known: dict[bytes, bytes] = dict(self.headers)
         """The headers by name, the last of each."""
@@ -170,6 +170,11 @@ class Exchange:
     def header(self, name: bytes) -> str:
         """One of the caller's headers, the last of that name; empty if there is none."""
         return self.known.get(name, b"").decode("latin-1")
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The one that runs."""
+        return self._caller.loop if self._caller is not None else asyncio.get_running_loop()
 
     @property
     def is_started(self) -> bool:
@@ -210,16 +215,15 @@ class Exchange:
             # A coding on a line of its own counts as well as one behind a comma.
             codings = [value for name, value in self.headers if name == b"content-encoding"]
             inflater = Inflater(b",".join(codings).decode("latin-1"), limit)
-        task = self._task = current_task(loop_of(self.scope))
-        patience.renew(task)
+        task = self._task = current_task(self.loop)
+        if self._caller is not None and inflater is None:
+            whole = self._caller.body()
+            if whole is not None and len(whole) <= limit:
+                return whole
+            if whole is not None:
+                raise _too_large(limit)
         try:
-            message = await self._receive()
-            if message.get("more_body") or "body" not in message or inflater is not None:
-                body = await self._collect(message, limit, inflater, patience, task)
-            else:
-                body = message["body"]
-                if len(body) > limit:
-                    raise _too_large(limit)
+            body = await self._collect(limit, inflater, patience, task)
         finally:
             if patience.end(task):
                 reason = f"the request body did not go on for {patience.seconds:g} s"
@@ -229,17 +233,13 @@ class Exchange:
         return body
 
     async def _collect(
-        self,
-        message: Message,
-        limit: int,
-        inflater: Inflater | None,
-        patience: Patience,
-        task: asyncio.Task[Any],
+        self, limit: int, inflater: Inflater | None, patience: Patience, task: asyncio.Task[Any]
     ) -> bytes:
-        """What begins with ``message``."""
         chunks: list[bytes] = []
         size = 0
         while True:
+            patience.renew(task)
+            message = await self._receive()
             if message["type"] == "http.disconnect":
                 self.is_gone = True
                 raise ClientDisconnect
@@ -254,8 +254,6 @@ class Exchange:
                 chunks.append(chunk)
             if not message.get("more_body", False):
                 return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-            patience.renew(task)
-            message = await self._receive()
 
     def watch(self) -> Caller | asyncio.Task[None]:
         """
@@ -264,7 +262,7 @@ class Exchange:
         Whoever called this cancels what it returns when the answer is out.
         """
         task = self._task or current_task()
-        caller: Caller | None = self.scope.get(CALLER)
+        caller = self._caller
         if caller is None:
             return task.get_loop().create_task(self._wait_for_the_end(task))
         caller.watch(lambda: self._left(task))
@@ -309,7 +307,7 @@ class Exchange:
 
     async def answer(self, status: int, headers: RawHeaders, body: bytes) -> None:
         """Sends a whole answer; ``headers`` tell its length."""
-        caller: Caller | None = self.scope.get(CALLER)
+        caller = self._caller
         if caller is not None and caller.answer(status, self._completed(headers), body):
             self.status = status
             self.sent = len(body)

@@ -1,7 +1,7 @@
 """
 The engines as one request sees them: who serves a call, how it is made, what may be tried again.
 
-Every stage stands on this: ``pick`` goes to the selectors, ``ask`` and ``open`` to ``upstream``.
+Every stage stands on this: ``pick`` goes to the selectors, ``ask`` and ``decode`` to ``upstream``.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from epd_proxy.asgi import Exchange, Step
 from epd_proxy.budget import RetryBudget, backoff
@@ -163,91 +163,69 @@ class Calls:
                 return False
         return self._fleet.budget.may_redo()
 
-    async def ask(self, instance: Instance, name: str, body: Sequence[Buffer]) -> bytes:
+    def ask(self, instance: Instance, name: str, body: Sequence[Buffer]) -> Awaitable[bytes]:
         """
-        An encode or prefill call from beginning to end; the body of its 200.
+        An encode or prefill call, to await the body of its 200.
 
         Raises EngineError for what the caller has to know, 4xx above all, and UpstreamError.
         """
-        async with self._call(instance, name, body) as answer:
-            return await accepted(answer)
+        return self._call(instance, name, body, accepted)
 
-    def open(self, instance: Instance, name: str, body: Sequence[Buffer]) -> Call:
-        """A decode call."""
+    def decode(
+        self, instance: Instance, body: Sequence[Buffer], use: Callable[[Answer], Awaitable[None]]
+    ) -> Awaitable[None]:
+        """A decode call, to await what is done with its answer, whatever its status."""
         extra: RawHeaders = []
         if encodings := self._forwarded.encodings:
             extra.append((b"accept-encoding", encodings))
         if (rank := self.replica(instance).rank) is not None:
             extra.append((b"x-data-parallel-rank", str(rank).encode()))
-        return self._call(instance, name, body, extra)
+        return self._call(instance, "d", body, use, extra)
 
-    def _call(
+    async def _call(
         self,
         instance: Instance,
         name: str,
         body: Sequence[Buffer],
-        extra: Sequence[tuple[bytes, bytes]] = (),
-    ) -> Call:
+        use: Callable[[Answer], Awaitable[Result]],
+        extra: RawHeaders | None = None,
+    ) -> Result:
+        """
+        A call from its first byte to what ``use`` makes of its answer.
+
+        An answer that has not come to its end by then is dropped, and its connection with it.
+        Raises UpstreamError, and what ``use`` does.
+        """
         exchange = self.exchange
         exchange.stage = role = instance.role
+        health = self._registry.health[role]
         # Engines keep requests by their ids, so no two calls may share one, retries included.
         request_id = f"{exchange.request_id}:{name}:{self._fleet.rng.getrandbits(24):06x}"
-        answer = self._upstream.chat(instance, self._forwarded, request_id, body, extra)
-        return Call(instance, answer, exchange.trace, self._registry.health[role])
-
-
-class Call:
-    """
-    One call, as a context: its answer, whatever its status, once the head is there.
-
-    Leaving the context before the answer's end drops the connection. Raises UpstreamError.
-    """
-
-    __slots__ = ("_answer", "_began", "_coming", "_health", "_instance", "_trace")
-
-    def __init__(
-        self,
-        instance: Instance,
-        coming: Coroutine[Any, Any, Answer],
-        trace: list[Step],
-        health: RoleHealth[Instance],
-    ) -> None:
-        self._instance = instance
-        self._health = health
-        self._coming = coming
-        self._trace = trace
-        self._answer: Answer
-        self._began = time.perf_counter()
-
-    async def __aenter__(self) -> Answer:
+        began, status = time.perf_counter(), 0
         try:
-            answer = self._answer = await self._coming
+            answer = await self._upstream.chat(instance, self._forwarded, request_id, body, extra)
+            status = answer.status
+            try:
+                result = await use(answer)
+            finally:
+                if not answer.is_whole:
+                    await answer.aclose()
         except BaseException as exc:
-            self._note(0)
-            self._judge(exc)
+            _judge(instance, health, exc)
             raise
-        return answer
+        finally:
+            step = Step(role, instance.url, time.perf_counter() - began, status)
+            exchange.trace.append(step)
+        health.succeeded(instance)
+        return result
 
-    async def __aexit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
-        answer = self._answer
-        if not answer.is_whole:
-            await answer.aclose()
-        self._note(answer.status)
-        if exc is None:
-            self._health.succeeded(self._instance)
-        else:
-            self._judge(exc)
 
-    def _judge(self, exc: BaseException) -> None:
-        """What a failure says of the instance; nothing, if it was the caller who left."""
-        if isinstance(exc, Unreachable):
-            if not isinstance(exc, Exhausted):
-                self._health.refused(self._instance)
-        elif isinstance(exc, UpstreamError):
-            status = exc.status if isinstance(exc, EngineError) else 0
-            is_callers_fault = 400 <= status < 500 or status == 501
-            (self._health.succeeded if is_callers_fault else self._health.failed)(self._instance)
-
-    def _note(self, status: int) -> None:
-        instance, seconds = self._instance, time.perf_counter() - self._began
-        self._trace.append(Step(instance.role, instance.url, seconds, status))
+def _judge(instance: Instance, health: RoleHealth[Instance], exc: BaseException) -> None:
+    """What a failure says of the instance; nothing, if it was the caller who left."""
+    if isinstance(exc, Unreachable):
+        if not isinstance(exc, Exhausted):
+            health.refused(instance)
+    elif isinstance(exc, UpstreamError):
+        status = exc.status if isinstance(exc, EngineError) else 0
+        is_callers_fault = 400 <= status < 500 or status == 501
+        (health.succeeded if is_callers_fault else health.failed)(instance)

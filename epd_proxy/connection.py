@@ -189,7 +189,7 @@ class Connection(asyncio.Protocol):
             self.resume_writing()
         if incoming.is_complete:
             self._end_exchange(incoming)
-        else:
+        elif incoming.unread > _MOST_UNREAD:
             incoming.hold_back()
         incoming.wake()
 
@@ -296,7 +296,6 @@ class Incoming(httpx.AsyncByteStream):
         "_is_paused",
         "_limits",
         "_pieces",
-        "_unread",
         "_waiter",
         "fields",
         "has_head",
@@ -306,6 +305,7 @@ class Incoming(httpx.AsyncByteStream):
         "is_interim",
         "keeps_open",
         "status",
+        "unread",
     )
 
     def __init__(self, connection: Connection, limits: Limits, is_head: bool) -> None:
@@ -314,7 +314,8 @@ class Incoming(httpx.AsyncByteStream):
         self._deadline = 0.0
         self._waiter: asyncio.Future[None] | None = None
         self._pieces: list[bytes] = []
-        self._unread = 0
+        self.unread = 0
+        """Bytes of the body that nobody has taken."""
         self._is_late = False
         self._is_paused = False
         self._error: Exception | None = None
@@ -360,11 +361,11 @@ class Incoming(httpx.AsyncByteStream):
             self.keeps_open = False
             return
         self._pieces.append(piece)
-        self._unread += len(piece)
+        self.unread += len(piece)
 
     def hold_back(self) -> None:
-        """Where the reader does not keep pace, so must the engine."""
-        if self._unread > _MOST_UNREAD and not self._is_paused:
+        """Where the reader does not keep pace, neither shall the engine."""
+        if not self._is_paused:
             self._is_paused = True
             self._connection.pause_reading()
 
@@ -421,7 +422,7 @@ class Incoming(httpx.AsyncByteStream):
         pieces = self._pieces
         if not pieces:
             return b""
-        self._pieces, self._unread = [], 0
+        self._pieces, self.unread = [], 0
         if self._is_paused:
             self._is_paused = False
             self._connection.resume_reading()

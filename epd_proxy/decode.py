@@ -5,7 +5,7 @@ The decode stage: the caller's request to a decode server, its answer to the cal
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 
 from epd_proxy.asgi import Exchange
 from epd_proxy.calls import Calls
@@ -26,22 +26,27 @@ class DecodeStage:
     def __init__(self, config: Config) -> None:
         self._guarded_for = config.stream_guard
 
-    async def __call__(
+    def __call__(
         self, calls: Calls, instance: Instance, chat: Chat, prompt: Mapping[str, Json]
-    ) -> None:
+    ) -> Awaitable[None]:
         """
         ``prompt``: the fields that differ from the caller's: messages with references, and where
         the KV cache lies, or the embeddings if this server prefills too.
 
-        Raises UpstreamError; once the answer's head is out, what the caller has is unfinished.
+        To await. Raises UpstreamError; once the answer's head is out, what the caller has is
+        unfinished.
         """
-        async with calls.open(instance, "d", chat.body(prompt)) as answer:
-            if answer.status >= 300:
-                raise await error_of(answer)
-            held = b""
-            if self._guarded_for and _can_be_read(answer):
-                held = await self._until_value(answer)
-            await relay(answer, calls.exchange, held)
+        return calls.decode(
+            instance, chat.body(prompt), lambda answer: self._pass_on(answer, calls.exchange)
+        )
+
+    async def _pass_on(self, answer: Answer, exchange: Exchange) -> None:
+        if answer.status >= 300:
+            raise await error_of(answer)
+        held = b""
+        if self._guarded_for and _can_be_read(answer):
+            held = await self._until_value(answer)
+        await relay(answer, exchange, held)
 
     async def _until_value(self, answer: Answer) -> bytes:
         """What comes before the first thing of value, and with it. Raises UpstreamError."""

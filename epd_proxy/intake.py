@@ -140,6 +140,15 @@ class _Caller(Caller):
         super().__init__(protocol.loop)
         self._protocol = protocol
 
+    def body(self) -> bytes | None:
+        cycle = self._protocol.cycle
+        if cycle.scope.get(CALLER) is not self or cycle.more_body or cycle.disconnected:
+            return None
+        body, cycle.body = bytes(cycle.body), bytearray()
+        cycle.message_event.clear()
+        cycle.flow.resume_reading()
+        return body
+
     def answer(self, status: int, headers: RawHeaders, body: bytes) -> bool:
         protocol = self._protocol
         cycle = protocol.cycle

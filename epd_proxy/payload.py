@@ -49,6 +49,7 @@ TOO_DEEP = "the request body is nested too deeply"
 _MARK = f"cut{secrets.token_hex(8)}"
 _MARK_BYTES = _MARK.encode()
 _DIGITS = 8
+_LENGTH_OF_MARK = len(_MARK) + _DIGITS
 
 _SHORTEST_CUT = 8192  # below, msgspec is quicker than cutting and putting together
 _MOST_MISSES = 1000  # of a body full of what looks like a beginning, msgspec reads the rest
@@ -108,17 +109,21 @@ class Payload:
         """``skeleton`` with its cuts put back: what goes over the wire."""
         if not self._cuts or _MARK_BYTES not in skeleton:
             return [skeleton]
-        start, *rest = skeleton.split(_MARK_BYTES)
-        buffers: list[Buffer] = [start]
-        for piece in rest:
-            buffers += self._cuts[int(piece[:_DIGITS])], piece[_DIGITS:]
-        return [buffer for buffer in buffers if buffer]
+        start, *others = skeleton.split(_MARK_BYTES)
+        buffers: list[Buffer] = [start] if start else []
+        for piece in others:
+            buffers.append(self._cuts[int(piece[:_DIGITS])])
+            if rest := piece[_DIGITS:]:
+                buffers.append(rest)
+        return buffers
 
     def size(self, skeleton: bytes | msgspec.Raw) -> int:
         """Bytes of a piece of the skeleton, its cuts put back."""
-        if not self._cuts:
-            return memoryview(skeleton).nbytes
-        return size_of(self.expand(bytes(skeleton)))
+        size = memoryview(skeleton).nbytes
+        if self._cuts:
+            for piece in bytes(skeleton).split(_MARK_BYTES)[1:]:
+                size += len(self._cuts[int(piece[:_DIGITS])]) - _LENGTH_OF_MARK
+        return size
 
     def with_fields(
         self, changes: Mapping[str, Json], without: AbstractSet[str] = frozenset()

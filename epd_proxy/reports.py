@@ -148,7 +148,7 @@ def match(items: Sequence[Item], report: Report, *, with_sound: bool) -> list[tu
 
 def _only(item: Item, report: Report) -> tuple[Feature, ...]:
     entries = report.entries
-    entry = _named(item, report) or (entries[0] if len(entries) == 1 else None)
+    entry = entries[0] if len(entries) == 1 else _named(item, report)
     if entry:
         return (_feature(item, entry, report, 0),)
     # Some models cut one video into several features of a modality of their own.

@@ -380,7 +380,7 @@ class Upstream:
         forwarded: Forwarded,
         request_id: str,
         body: Sequence[Buffer],
-        extra: Sequence[tuple[bytes, bytes]] = (),
+        extra: RawHeaders | None = None,
     ) -> Answer:
         """
         ``POST /v1/chat/completions``, up to the answer's head.
@@ -389,7 +389,7 @@ class Upstream:
         """
         pool = self._pool
         if pool is None:
-            own = [(b"x-request-id", request_id.encode()), *extra]
+            own = [(b"x-request-id", request_id.encode()), *(extra or ())]
             return await self.post(instance, CHAT_PATH, [*forwarded.fields, *own], body)
         # The short way into our own: httpx's objects are a tenth of a text request's cost.
         origin, lines = self._targets.get(instance.url) or self._aim(pool, instance)

@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from epd_proxy import intake
+from epd_proxy import asgi, intake
 from epd_proxy.intake import IntakeProtocol
 
 LIMIT = 10
@@ -79,8 +79,10 @@ def start(*headers: tuple[bytes, bytes]) -> Message:
 class Server:
     """Connections of our protocol, in their order."""
 
-    def __init__(self, app: ASGIApp, protocol: type[IntakeProtocol]) -> None:
-        self._config = uvicorn.Config(app, http=protocol, log_config=None, ws="none")
+    def __init__(
+        self, app: ASGIApp, protocol: type[IntakeProtocol], options: dict[str, Any]
+    ) -> None:
+        self._config = uvicorn.Config(app, http=protocol, log_config=None, ws="none", **options)
         self._config.load()
         self._protocol = protocol
         self._state = ServerState()
@@ -119,9 +121,10 @@ async def serving(
     *,
     protocol: type[IntakeProtocol] = IntakeProtocol,
     context: ssl.SSLContext | None = None,
+    **options: Any,
 ) -> AsyncIterator[Server]:
     """A server that a test is done with within LIMIT, and whose connections have all ended."""
-    server = Server(app, protocol)
+    server = Server(app, protocol, options)
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(LIMIT):
         listener = await loop.create_server(server.accept, "127.0.0.1", 0, ssl=context)
@@ -449,26 +452,153 @@ async def test_a_large_body_arrives_over_tls() -> None:
         assert app.counts == [1, 1]
 
 
-@pytest.mark.parametrize("size", [0, 1, SMALLEST, SMALLEST + 1, LARGE])
-async def test_an_answer_of_known_length_arrives_as_it_was_sent(size: int) -> None:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await answer(send, noise(size))
+# As `serve` has it: nothing goes out beside what the app says.
+BARE: dict[str, Any] = {"server_header": False, "date_header": False, "access_log": False}
 
-    async with serving(app) as server, calling(server) as caller:
+
+class Short:
+    """An app that takes bodies and gives answers the short way where there is one."""
+
+    def __init__(self, content: bytes | None = None, status: int = 200, name: bytes = b"x") -> None:
+        self.bodies: list[bytes | None] = []
+        self.was_short: list[bool] = []
+        self._content = content
+        self._status = status
+        self._name = name
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Of several requests that come in one piece, only the last one's caller is told.
+        caller: asgi.Caller = scope.get(asgi.CALLER) or asgi.Caller(asyncio.get_running_loop())
+        body = caller.body()
+        self.bodies.append(body)
+        if body is None:
+            body, more = b"", True
+            while more:
+                message = await receive()
+                body, more = body + message["body"], message["more_body"]
+        content = digest(body) if self._content is None else self._content
+        headers = [(b"content-length", b"%d" % len(content)), (self._name, b"y")]
+        was_short = caller.answer(self._status, headers, content)
+        self.was_short.append(was_short)
+        if not was_short:
+            await send({**start(*headers), "status": self._status})
+            await send({"type": "http.response.body", "body": content})
+
+
+@pytest.mark.parametrize("size", [0, 1, SMALLEST - 1])
+async def test_a_body_that_came_with_its_head_is_there_at_once(size: int) -> None:
+    app = Short()
+    async with serving(app, **BARE) as server, calling(server) as caller:
+        for _ in range(2):
+            await caller.send(request(noise(size)))
+            assert await caller.answer() == digest(noise(size))
+    assert app.bodies == [noise(size)] * 2
+
+
+async def test_a_body_of_which_some_is_missing_has_to_be_waited_for() -> None:
+    app = Short()
+    async with serving(app, **BARE) as server, calling(server) as caller:
+        await caller.send(request(b"12345")[:-1])
+        await until(lambda: app.bodies == [None])
+        await caller.send(b"5")
+        assert await caller.answer() == digest(b"12345")
+
+
+async def test_requests_that_follow_at_once_are_read_and_answered_in_order() -> None:
+    app = Short()
+    bodies = [noise(size) for size in (10, 0, 20, LARGE, 30)]
+    async with serving(app, **BARE) as server, calling(server) as caller:
+        caller.writer.write(b"".join(map(request, bodies)))
+        for body in bodies:
+            assert await caller.answer() == digest(body)
+
+
+async def test_an_answer_before_which_another_request_has_come_is_left_to_uvicorn() -> None:
+    may_answer = asyncio.Event()
+    app = Short()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await may_answer.wait()
+        await app(scope, receive, send)
+
+    async with serving(slow, **BARE) as server, calling(server) as caller:
+        await caller.send(request(b"one"))
+        await until(server.has_head)
+        await caller.send(request(b"two"))
+        await until(lambda: len(server.connections[-1].pipeline) == 1)
+        may_answer.set()
+        assert await caller.answer() == digest(b"one")
+        assert await caller.answer() == digest(b"two")
+    assert app.bodies == [None, b"two"]
+    assert app.was_short == [False, True]
+
+
+@pytest.mark.parametrize("size", [0, 1, SMALLEST, SMALLEST + 1, LARGE])
+async def test_a_whole_answer_arrives_as_it_was_given(size: int) -> None:
+    app = Short(noise(size))
+    async with serving(app, **BARE) as server, calling(server) as caller:
         for _ in range(2):
             await caller.send(request(b""))
             assert await caller.answer() == noise(size)
+    assert app.was_short == [True, True]
 
 
-async def test_an_answer_to_head_is_a_head() -> None:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await answer(send, b"not sent" if scope["method"] == "HEAD" else b"sent")
+@pytest.mark.parametrize(
+    ("options", "data"),
+    [
+        ({}, request(b"")),
+        ({**BARE, "access_log": True}, request(b"")),
+        (BARE, request(b"", "connection: close")),
+        (BARE, request(b"", version="1.0")),
+        (BARE, request(b"", method="HEAD")),
+    ],
+)
+async def test_an_answer_with_which_more_is_to_be_done_is_left_to_uvicorn(
+    options: dict[str, Any], data: bytes
+) -> None:
+    app = Short(b"content")
+    async with serving(app, **options) as server, calling(server) as caller:
+        await caller.send(data)
+        head = await caller.head()
+        assert b"\r\ncontent-length: 7\r\nx: y\r\n" in head
+        if not data.startswith(b"HEAD"):
+            assert await caller.reader.readexactly(7) == b"content"
+    assert app.was_short == [False]
 
-    async with serving(app) as server, calling(server) as caller:
-        await caller.send(request(b"", method="HEAD"))
-        assert b"content-length: 8\r\n" in await caller.head()
+
+@pytest.mark.parametrize("status", [204, 304])
+async def test_an_answer_that_has_no_body_by_its_status_is_left_to_uvicorn(status: int) -> None:
+    app = Short(b"", status)
+    async with serving(app, **BARE) as server, calling(server) as caller:
         await caller.send(request(b""))
-        assert await caller.answer() == b"sent"
+        assert (await caller.head()).startswith(b"HTTP/1.1 %d " % status)
+    assert app.was_short == [False]
+
+
+@pytest.mark.parametrize("name", [b"x: y\r\nset-cookie", b"x\n"])
+async def test_a_line_break_in_a_header_of_an_answer_ends_it(name: bytes) -> None:
+    async with serving(Short(b"", name=name), **BARE) as server, calling(server) as caller:
+        await caller.send(request(b""))
+        assert await caller.end() == b""
+
+
+async def test_a_caller_who_has_left_gets_no_answer_and_that_is_no_error() -> None:
+    has_left = asyncio.Event()
+    said: list[object] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[asgi.CALLER].watch(has_left.set)
+        await has_left.wait()
+        said.append(scope[asgi.CALLER].body())
+        said.append(scope[asgi.CALLER].answer(200, [(b"content-length", b"0")], b""))
+
+    async with serving(app, **BARE) as server:
+        async with calling(server) as caller:
+            await caller.send(request(b""))
+            await until(server.has_head)
+        await has_left.wait()
+        await server.over()
+    assert said == [None, False]
 
 
 async def test_a_stream_is_not_held_back_whatever_it_says() -> None:
