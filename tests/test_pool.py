@@ -1586,22 +1586,50 @@ class Verdict:
 
 async def verdict_of_pool(method: str, pieces: Sequence[bytes]) -> Verdict:
     async with wiring(WiredPool(pieces)) as pool:
-        try:
-            incoming = await sent(pool, method, URL, [(b"host", b"engine")], [], {})
-        except httpx.TransportError:
-            return Verdict()
-        body, is_whole = b"", True
-        try:
-            async for piece in incoming:
-                body += piece
-        except httpx.TransportError:
-            is_whole = False
-        fields = tuple(
-            # h11 lowers this value, which has no case.
-            (name.lower(), value.lower() if name.lower() == b"transfer-encoding" else value)
-            for name, value in incoming.fields
-        )
-        return Verdict(incoming.status, fields, body, is_whole, pool.wires[0].was_kept)
+        verdict = await verdict_of_call(pool, method)
+        return replace(verdict, is_reusable=pool.wires[0].was_kept)
+
+
+async def verdict_of_call(pool: WiredPool, method: str) -> Verdict:
+    try:
+        incoming = await sent(pool, method, URL, [(b"host", b"engine")], [], {})
+    except httpx.TransportError:
+        return Verdict()
+    body, is_whole = b"", True
+    try:
+        async for piece in incoming:
+            body += piece
+    except httpx.TransportError:
+        is_whole = False
+    fields = tuple(
+        # h11 lowers this value, which has no case.
+        (name.lower(), value.lower() if name.lower() == b"transfer-encoding" else value)
+        for name, value in incoming.fields
+    )
+    return Verdict(incoming.status, fields, body, is_whole)
+
+
+async def verdict_after_another(before: Sequence[bytes], pieces: Sequence[bytes]) -> Verdict | None:
+    """Of the second answer on a connection; None if it was not kept after the first."""
+    async with wiring(WiredPool()) as pool:
+        first = asyncio.create_task(verdict_of_call(pool, "GET"))
+        wire = await wired(pool, 0)
+        for piece in before:
+            if not wire.is_aborted:
+                wire.connection.data_received(piece)
+        if not wire.connection.was_used:
+            wire.end()
+        await first
+        if wire.is_aborted or not wire.connection.was_used:
+            return None
+        wire.written.clear()
+        second = asyncio.create_task(verdict_of_call(pool, "GET"))
+        await wired(pool, 0)
+        for piece in pieces:
+            if not wire.is_aborted:
+                wire.connection.data_received(piece)
+        wire.end()
+        return await second
 
 
 def verdict_of_h11(method: str, pieces: Sequence[bytes]) -> Verdict:
@@ -1747,6 +1775,23 @@ def test_every_legal_answer_is_read_as_h11_reads_it() -> None:
             assert replace(ours, is_reusable=theirs.is_reusable) == theirs
 
         check()
+
+
+def test_what_an_answer_was_does_not_show_in_the_next_on_its_connection() -> None:
+    kept = 0
+    with asyncio.Runner() as runner:
+
+        @settings(max_examples=200, derandomize=True, database=None, deadline=None)
+        @given(in_pieces(answers()), in_pieces(answers()))
+        def check(before: list[bytes], pieces: list[bytes]) -> None:
+            nonlocal kept
+            ours = runner.run(verdict_after_another(before, pieces))
+            if ours is not None:
+                kept += 1
+                assert ours == replace(verdict_of_h11("GET", pieces), is_reusable=False)
+
+        check()
+    assert kept > 20
 
 
 LAX = re.compile(
