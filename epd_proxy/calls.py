@@ -73,8 +73,6 @@ class Calls:
 
     async def expect(self, role: Role) -> None:
         """Raises NoInstance (503) if nobody in the role is ready within ``--wait-for-ready``."""
-        if self._registry.ready(role, self._model):
-            return
         if patience := self._fleet.config.wait_for_ready:
             with suppress(TimeoutError):
                 async with asyncio.timeout(patience):

@@ -365,9 +365,8 @@ class Incoming(httpx.AsyncByteStream):
 
     def hold_back(self) -> None:
         """Where the reader does not keep pace, neither shall the engine."""
-        if not self._is_paused:
-            self._is_paused = True
-            self._connection.pause_reading()
+        self._is_paused = True
+        self._connection.pause_reading()
 
     def lost(self, exc: Exception | None) -> None:
         """The connection is gone, which for some answers is the end."""

@@ -1,18 +1,16 @@
 """
-uvicorn's HTTP/1.1 with three things done cheaper: large bodies come in, short answers go out, and
-the app learns that its caller has left.
+uvicorn's HTTP/1.1 with a short way in and out, and the word that a caller has left.
 
-*In:* uvicorn copies a body four times: socket to ``bytes``, the parser's slice of them, the
-request's ``bytearray``, ``bytes`` of that. Here a body that is large, of known length and not all
+uvicorn copies a large body four times: socket to ``bytes``, the parser's slice of them, the
+request's ``bytearray``, ``bytes`` of that. Here one that is large, of known length and not all
 there with its head goes from the socket into the very ``bytes`` that the app gets, in one
 ``http.request``. One that takes longer is announced by empty ones, so that an app can tell slow
 from dead. Meanwhile the transport has another protocol, ``_Body``; the parser does not see what
 comes past it, so the next request gets a new one.
 
-*Out:* the app finds a ``Caller`` in its scope, which takes an answer that is there as a whole past
-``send``, and writes it at once.
-
-*Gone:* the ``Caller`` is told when the connection ends or is half closed.
+The app finds a ``Caller`` in its scope, which has a small body, takes a whole answer, and knows
+when the connection has ended or is half closed. What ASGI wants for each takes several times as
+long: a message with a copy of the body, two messages and two writes, a task that waits for one.
 
 All else is left to uvicorn: bodies in chunks, pipelining, ``Expect``, keep-alive, shutdown, answers
 before the body has come. What is used of it, the same from 0.32.1 to 0.54: ``parser``, ``headers``,

@@ -207,8 +207,7 @@ class Pulled:
         if self._pending is not None:
             self._pending.cancel()
             await asyncio.wait([self._pending])
-        if not self.is_complete:
-            await self._stream.aclose()
+        await self._stream.aclose()
 
 
 class Answer:

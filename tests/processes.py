@@ -87,7 +87,9 @@ def listening(*args: str, env: Mapping[str, str] | None = None) -> Iterator[str]
         yield process.wait_for(r"running on (https?://\S+)")[1]
 
 
-def unused_address() -> str:
-    """Where nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+@contextmanager
+def unused_address() -> Iterator[str]:
+    """Where nobody listens, nor will as long as the context lasts."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{holder.getsockname()[1]}"

@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from epd_proxy.asgi import Exchange, Patience, local_path
+from epd_proxy.asgi import CALLER, Caller, Exchange, Patience, local_path
 from epd_proxy.errors import (
     BodyTimeout,
     BodyTooLarge,
@@ -46,7 +46,7 @@ def test_the_mount_prefix_goes_only_at_the_end_of_a_segment(
     assert local_path({"path": local}) == local
 
 
-def exchange(*messages: Message, **headers: str) -> Exchange:
+def exchange(*messages: Message, caller: Caller | None = None, **headers: str) -> Exchange:
     rest = list(messages)
 
     async def receive() -> Message:
@@ -57,7 +57,10 @@ def exchange(*messages: Message, **headers: str) -> Exchange:
     async def send(message: Message) -> None:
         raise AssertionError("nothing is to be sent")
 
-    return Exchange(http_scope("POST", "/", headers), receive, send)
+    scope = http_scope("POST", "/", headers)
+    if caller is not None:
+        scope[CALLER] = caller
+    return Exchange(scope, receive, send)
 
 
 def part(body: bytes, *, more: bool = True) -> Message:
@@ -76,6 +79,26 @@ async def test_a_body_in_many_messages_is_read_whole() -> None:
 async def test_a_declared_length_over_the_limit_is_refused_before_a_byte_is_read() -> None:
     with pytest.raises(BodyTooLarge, match="larger than 10 bytes"):
         await exchange(**{"content-length": "11"}).read(10, FOR_EVER)
+
+
+class Ready(Caller):
+    """A caller whose body is there."""
+
+    content = b"12345678901"
+
+    def body(self) -> bytes:
+        return self.content
+
+
+async def test_a_body_that_the_server_has_is_read_without_a_message() -> None:
+    found = exchange(caller=Ready(asyncio.get_running_loop()))
+    assert await found.read(11, FOR_EVER) == Ready.content
+
+
+async def test_a_body_that_the_server_has_is_refused_over_the_limit() -> None:
+    found = exchange(caller=Ready(asyncio.get_running_loop()))
+    with pytest.raises(BodyTooLarge, match="larger than 10 bytes"):
+        await found.read(10, FOR_EVER)
 
 
 async def test_a_body_is_refused_as_soon_as_it_passes_the_limit() -> None:

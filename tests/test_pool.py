@@ -536,8 +536,10 @@ async def test_nobody_takes_the_place_of_the_next_in_line() -> None:
 async def test_place_of_a_failed_opening_is_the_next_ones() -> None:
     pool = ConnectionPool(max_connections=1)
     async with calling(pool) as client:
-        url = unused_address()
-        results = await asyncio.gather(*[client.get(url) for _ in range(3)], return_exceptions=True)
+        with unused_address() as url:
+            results = await asyncio.gather(
+                *[client.get(url) for _ in range(3)], return_exceptions=True
+            )
         assert [type(result) for result in results] == [httpx.ConnectError] * 3
 
 
@@ -1425,8 +1427,8 @@ async def test_closed_pool_opens_nothing() -> None:
 
 async def test_nobody_there_is_a_connect_error() -> None:
     async with calling(ConnectionPool()) as client:
-        with pytest.raises(httpx.ConnectError):
-            await client.get(unused_address())
+        with unused_address() as url, pytest.raises(httpx.ConnectError):
+            await client.get(url)
 
 
 @pytest.fixture

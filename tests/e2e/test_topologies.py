@@ -67,7 +67,7 @@ def test_the_servers_own_headers_are_decodes(url: str) -> None:
 
 
 def test_an_engine_that_is_not_there_is_a_502(engines: dict[str, str]) -> None:
-    with listening("serve", "--decode", unused_address()) as url:
+    with unused_address() as nobody, listening("serve", "--decode", nobody) as url:
         body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
         answer = httpx.post(url + CHAT, json=body, trust_env=False)
         assert (answer.status_code, answer.json()["error"]["stage"]) == (502, "decode")

@@ -196,9 +196,10 @@ async def fleet(
     proxy's configuration.
     """
     numbers = dict(zip(STAGES, (encode, prefill, decode), strict=True))
-    before = [(stage, unused_address()) for stage in refused] + list((first or {}).items())
     selectors = {f"{stage}_selector": f"{__name__}:First" for stage in STAGES}
     async with asyncio.timeout(LIMIT), AsyncExitStack() as stack:
+        before = [(stage, stack.enter_context(unused_address())) for stage in refused]
+        before += (first or {}).items()
         engines = {
             stage: [
                 await stack.enter_async_context(listening(Engine(DEFAULTS[stage])))
