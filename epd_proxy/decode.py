@@ -93,8 +93,8 @@ async def relay(answer: Answer, exchange: Exchange, held: bytes = b"") -> None:
     if held:
         await exchange.write(held, True)
     passing = answer.pass_to(exchange.write)
-    # In a task of its own, since each piece wakes up all that waits for it: else a dozen coroutines,
-    # which is a twentieth of what an event costs.
+    # In a task of its own, since each piece wakes up all that waits for it: else a dozen
+    # coroutines, which is a twentieth of what an event costs.
     await (passing if answer.is_whole else asyncio.create_task(passing))
 
 

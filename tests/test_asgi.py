@@ -46,7 +46,7 @@ def test_the_mount_prefix_goes_only_at_the_end_of_a_segment(
     assert local_path({"path": local}) == local
 
 
-def exchange(*messages: Message, caller: Caller | None = None, **headers: str) -> Exchange:
+def exchange(*messages: Message, **headers: str) -> Exchange:
     rest = list(messages)
 
     async def receive() -> Message:
@@ -57,10 +57,7 @@ def exchange(*messages: Message, caller: Caller | None = None, **headers: str) -
     async def send(message: Message) -> None:
         raise AssertionError("nothing is to be sent")
 
-    scope = http_scope("POST", "/", headers)
-    if caller is not None:
-        scope[CALLER] = caller
-    return Exchange(scope, receive, send)
+    return Exchange(http_scope("POST", "/", headers), receive, send)
 
 
 def part(body: bytes, *, more: bool = True) -> Message:
@@ -90,13 +87,19 @@ class Ready(Caller):
         return self.content
 
 
+def ready_exchange() -> Exchange:
+    found = exchange()
+    found.scope[CALLER] = Ready(asyncio.get_running_loop())
+    return Exchange(found.scope, found._receive, found._send)
+
+
 async def test_a_body_that_the_server_has_is_read_without_a_message() -> None:
-    found = exchange(caller=Ready(asyncio.get_running_loop()))
+    found = ready_exchange()
     assert await found.read(11, FOR_EVER) == Ready.content
 
 
 async def test_a_body_that_the_server_has_is_refused_over_the_limit() -> None:
-    found = exchange(caller=Ready(asyncio.get_running_loop()))
+    found = ready_exchange()
     with pytest.raises(BodyTooLarge, match="larger than 10 bytes"):
         await found.read(10, FOR_EVER)
 
