@@ -115,7 +115,8 @@ class Caller:
         """
         Sends a whole answer, past the host's ``send``; whether it could.
 
-        ``headers`` are complete, with a length that is the body's.
+        ``headers`` are complete, with a length that is the body's. Raises ValueError if one of them
+        would end where another line begins.
         """
         return False
 

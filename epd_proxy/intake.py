@@ -163,9 +163,10 @@ class _Caller(Caller):
             # Not with this body.
             or cycle.scope["method"] == "HEAD"
             or status in _BODILESS
-            or not lines.count(b"\r") == lines.count(b"\n") == len(headers)
         ):
             return False
+        if not lines.count(b"\r") == lines.count(b"\n") == len(headers):
+            raise ValueError("a header holds a line break")
         head = b"%b%b\r\n" % (STATUS_LINE[status], lines)
         if len(body) <= _PIECE:
             protocol.transport.write(head + body)

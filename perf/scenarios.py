@@ -312,7 +312,8 @@ def _slopes(
         slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in steps]
         figures[f"us_per_{unit}"] = (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
         # Of the last step against the first: 1 is straight, more is worse than linear.
-        figures[f"bend_{unit}"] = slopes[-1] / max(slopes[0], 1e-9)
+        if slopes[0] > 0:
+            figures[f"bend_{unit}"] = slopes[-1] / slopes[0]
     return figures
 
 

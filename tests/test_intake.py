@@ -548,7 +548,6 @@ async def test_a_whole_answer_arrives_as_it_was_given(size: int) -> None:
     [
         ({}, request(b"")),
         ({**BARE, "access_log": True}, request(b"")),
-        (BARE, request(b"", "connection: close")),
         (BARE, request(b"", version="1.0")),
         (BARE, request(b"", method="HEAD")),
     ],
@@ -566,6 +565,14 @@ async def test_an_answer_with_which_more_is_to_be_done_is_left_to_uvicorn(
     assert app.was_short == [False]
 
 
+@pytest.mark.parametrize("app", [Short(), Reader()], ids=["short", "plain"])
+async def test_a_whole_answer_to_a_request_that_asks_to_close_is_the_last(app: ASGIApp) -> None:
+    async with serving(app, **BARE) as server, calling(server) as caller:
+        await caller.send(request(b"one", "connection: close"))
+        assert await caller.answer() == digest(b"one")
+        assert await caller.end() == b""
+
+
 @pytest.mark.parametrize("status", [204, 304])
 async def test_an_answer_that_has_no_body_by_its_status_is_left_to_uvicorn(status: int) -> None:
     app = Short(b"", status)
@@ -576,10 +583,10 @@ async def test_an_answer_that_has_no_body_by_its_status_is_left_to_uvicorn(statu
 
 
 @pytest.mark.parametrize("name", [b"x: y\r\nset-cookie", b"x\n"])
-async def test_a_line_break_in_a_header_of_an_answer_ends_it(name: bytes) -> None:
+async def test_a_line_break_in_a_header_of_a_whole_answer_is_a_500(name: bytes) -> None:
     async with serving(Short(b"", name=name), **BARE) as server, calling(server) as caller:
         await caller.send(request(b""))
-        assert await caller.end() == b""
+        assert (await caller.end()).startswith(b"HTTP/1.1 500 ")
 
 
 async def test_a_caller_who_has_left_gets_no_answer_and_that_is_no_error() -> None:
