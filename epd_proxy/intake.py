@@ -152,9 +152,10 @@ class _Caller(Caller):
         cycle = protocol.cycle
         lines = b"".join([b"%b: %b\r\n" % field for field in headers])
         if (
-            # Others wait behind it, or it has nobody any more.
+            # Others wait behind it, it has nobody any more, or it has begun in another way.
             cycle.scope.get(CALLER) is not self
             or cycle.disconnected
+            or cycle.response_started
             or cycle.flow.write_paused
             # Something else is to go out with it.
             or cycle.default_headers

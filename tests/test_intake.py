@@ -565,6 +565,24 @@ async def test_an_answer_with_which_more_is_to_be_done_is_left_to_uvicorn(
     assert app.was_short == [False]
 
 
+async def test_an_answer_that_has_begun_cannot_be_given_as_a_whole() -> None:
+    said: list[bool] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        caller: asgi.Caller = scope[asgi.CALLER]
+        headers = [(b"content-length", b"3")]
+        await send(start(*headers))
+        said.append(caller.answer(200, headers, b"two"))
+        await send({"type": "http.response.body", "body": b"one"})
+        said.append(caller.answer(200, headers, b"two"))
+
+    async with serving(app, **BARE) as server, calling(server) as caller:
+        for _ in range(2):
+            await caller.send(request(b""))
+            assert await caller.answer() == b"one"
+    assert said == [False] * 4
+
+
 @pytest.mark.parametrize("app", [Short(), Reader()], ids=["short", "plain"])
 async def test_a_whole_answer_to_a_request_that_asks_to_close_is_the_last(app: ASGIApp) -> None:
     async with serving(app, **BARE) as server, calling(server) as caller:
