@@ -92,10 +92,7 @@ async def relay(answer: Answer, exchange: Exchange, held: bytes = b"") -> None:
     await exchange.start(answer.status, headers)
     if held:
         await exchange.write(held, True)
-    passing = answer.pass_to(exchange.write)
-    # In a task of its own, since each piece wakes up all that waits for it: else a dozen
-    # coroutines, which is a twentieth of what an event costs.
-    await (passing if answer.is_whole else asyncio.create_task(passing))
+    await answer.pass_to(exchange.write)
 
 
 def _can_be_read(answer: Answer) -> bool:
