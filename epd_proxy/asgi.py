@@ -217,12 +217,11 @@ class Exchange:
             codings = [value for name, value in self.headers if name == b"content-encoding"]
             inflater = Inflater(b",".join(codings).decode("latin-1"), limit)
         task = self._task = current_task(self.loop)
-        if self._caller is not None and inflater is None:
-            whole = self._caller.body()
-            if whole is not None and len(whole) <= limit:
-                return whole
-            if whole is not None:
+        whole = self._caller.body() if self._caller is not None and inflater is None else None
+        if whole is not None:
+            if len(whole) > limit:
                 raise _too_large(limit)
+            return whole
         try:
             body = await self._collect(limit, inflater, patience, task)
         finally:

@@ -49,7 +49,6 @@ TOO_DEEP = "the request body is nested too deeply"
 _MARK = f"cut{secrets.token_hex(8)}"
 _MARK_BYTES = _MARK.encode()
 _DIGITS = 8
-_LENGTH_OF_MARK = len(_MARK) + _DIGITS
 
 _SHORTEST_CUT = 8192  # below, msgspec is quicker than cutting and putting together
 _MOST_MISSES = 1000  # of a body full of what looks like a beginning, msgspec reads the rest
@@ -119,11 +118,9 @@ class Payload:
 
     def size(self, skeleton: bytes | msgspec.Raw) -> int:
         """Bytes of a piece of the skeleton, its cuts put back."""
-        size = memoryview(skeleton).nbytes
-        if self._cuts:
-            for piece in bytes(skeleton).split(_MARK_BYTES)[1:]:
-                size += len(self._cuts[int(piece[:_DIGITS])]) - _LENGTH_OF_MARK
-        return size
+        if not self._cuts:
+            return memoryview(skeleton).nbytes
+        return size_of(self.expand(bytes(skeleton)))
 
     def with_fields(
         self, changes: Mapping[str, Json], without: AbstractSet[str] = frozenset()

@@ -316,7 +316,7 @@ class Selection:
 
         Raises NoInstance (503).
         """
-        ready = self.registry.ready(role, model) or self.ready(role, model)
+        ready = self.ready(role, model)
         if never:
             ready = tuple(instance for instance in ready if instance not in never)
             if not ready:
